@@ -1,0 +1,477 @@
+"""Frozen configuration of a run: model, mesh, data, optimizer, training.
+
+Every class validates where it is made, so a wrong value is refused at the line that wrote it. The whole
+`RunConfig` is saved verbatim in every checkpoint (`to_dict`) and read back with `from_dict`, which refuses
+unknown names and says the nearest valid one.
+
+    >>> from k3jax.config import nano
+    >>> nano().num_layers
+    9
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mixer = Literal["kda", "mla"]
+Ffn = Literal["dense", "moe"]
+Remat = Literal["none", "sublayer", "layer", "block"]
+DType = Literal["float32", "bfloat16", "float64"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured; the message says which field, why, and what would be legal."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(obj: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(obj, name)
+        _require(value > 0, f"{type(obj).__name__}.{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True)
+class KDAConfig:
+    """Kimi Delta Attention (report §2.1). Key and value head dims are both `head_dim`."""
+
+    num_heads: int
+    head_dim: int
+    conv_size: int = 4
+    gate: Literal["lower_bound", "softplus"] = "lower_bound"
+    gate_lower_bound: float = -5.0
+    full_rank_output_gate: bool = True
+    """False gives Kimi-Linear's low-rank output gate (rank `head_dim`)."""
+    chunk_size: int = 64
+    implementation: Literal["reference", "xla"] | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "num_heads", "head_dim", "conv_size")
+        _require(
+            -5.0 <= self.gate_lower_bound < 0,
+            "KDAConfig.gate_lower_bound must be in [-5, 0): tiles of 16 tokens hold exp(±80) only",
+        )
+        _require(
+            self.chunk_size % 16 == 0 and self.chunk_size > 0,
+            f"KDAConfig.chunk_size must be a multiple of 16, got {self.chunk_size}",
+        )
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Gated multi-head latent attention without position encoding."""
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    """Width of the shared key part. The name is inherited; nothing is rotated."""
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    output_gate: bool = True
+    lora_norm_eps: float = 1e-6
+    implementation: Literal["reference", "xla"] | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        _require(self.qk_rope_head_dim >= 0, "MLAConfig.qk_rope_head_dim must be ≥ 0")
+        _require(self.q_lora_rank is None or self.q_lora_rank > 0, "MLAConfig.q_lora_rank must be positive or None")
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Stable LatentMoE. `latent_size` None runs the experts on the full hidden state."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    latent_size: int | None
+    num_shared_experts: int = 2
+    router_activation: Literal["sigmoid", "softmax"] = "sigmoid"
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    latent_norm: bool = True
+    qb_bins: int = 1000
+    """Bins of the quantile-balancing histogram."""
+    implementation: Literal["dense", "blocked", "ragged"] | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "num_experts", "experts_per_token", "expert_size", "num_groups", "topk_groups", "qb_bins"
+        )
+        _require(self.experts_per_token < self.num_experts, "MoEConfig.experts_per_token must be below num_experts")
+        _require(self.num_experts % self.num_groups == 0, "MoEConfig.num_groups must divide num_experts")
+        _require(self.topk_groups <= self.num_groups, "MoEConfig.topk_groups must be ≤ num_groups")
+        _require(self.num_shared_experts >= 0, "MoEConfig.num_shared_experts must be ≥ 0")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one decoder layer is made of."""
+
+    mixer: Mixer
+    ffn: Ffn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry and numerics of a K3 text model. Layer numbers are 0-based (the released config counts from 1)."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    mla_layers: tuple[int, ...]
+    dense_size: int
+    kda: KDAConfig
+    mla: MLAConfig
+    moe: MoEConfig
+    num_dense_layers: int = 1
+    attn_res_block_size: int | None = 12
+    """Decoder layers in an AttnRes block; None turns attention residuals off (plain pre-norm residuals)."""
+    situ_beta: float = 4.0
+    situ_linear_beta: float | None = 25.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    dtype: DType = "float32"
+    """Compute dtype of matrix products and of the residual stream."""
+    param_dtype: DType = "float32"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "vocab_size", "hidden_size", "num_layers", "dense_size", "norm_eps")
+        wrong = [l for l in self.mla_layers if not 0 <= l < self.num_layers]
+        _require(
+            not wrong,
+            f"ModelConfig.mla_layers {wrong} are outside 0..{self.num_layers - 1} (layer numbers are 0-based)",
+        )
+        _require(
+            tuple(sorted(set(self.mla_layers))) == tuple(self.mla_layers),
+            "ModelConfig.mla_layers must be sorted and without repeats",
+        )
+        _require(0 <= self.num_dense_layers <= self.num_layers, "ModelConfig.num_dense_layers must be in 0..num_layers")
+        _require(
+            self.attn_res_block_size is None or self.attn_res_block_size > 0,
+            "ModelConfig.attn_res_block_size must be positive or None",
+        )
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        mla = set(self.mla_layers)
+        return tuple(
+            LayerSpec("mla" if l in mla else "kda", "dense" if l < self.num_dense_layers else "moe")
+            for l in range(self.num_layers)
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def num_blocks(self) -> int:
+        """AttnRes blocks; 1 when attention residuals are off."""
+        return 1 if self.attn_res_block_size is None else math.ceil(self.num_layers / self.attn_res_block_size)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence)."""
+
+    pipe: int = 1
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "pipe", "data", "expert", "context", "tensor")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.pipe, self.data, self.expert, self.context, self.tensor)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from, how it becomes tokens, and how documents are packed."""
+
+    source: str = "stdlib"
+    """"stdlib" (Python's own source files), or a folder, file or glob of text, .jsonl or .parquet files."""
+    text_field: str = "text"
+    """Field of a JSONL record or column of a Parquet file."""
+    tokenizer: str = "bytes"
+    """"bytes", "python8k" (a tiktoken rank file shipped with k3jax), or the path of a tiktoken-format rank file."""
+    sequence_length: int = 256
+    batch_size: int = 8
+    """Sequences per optimizer step over the whole mesh, gradient accumulation included."""
+    validation_percent: int = 5
+    """Files (or records) whose stable hash falls below this percentage are held out."""
+    min_bytes: int = 8_000_000
+    seed: int = 0
+    virtual_shards: int = 256
+    prefetch: int = 8
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "batch_size", "virtual_shards")
+        _require(self.sequence_length >= 2, "DataConfig.sequence_length must be at least 2")
+        _require(0 < self.validation_percent < 100, "DataConfig.validation_percent must be in 1..99")
+        _require(self.min_bytes >= 0, "DataConfig.min_bytes must be ≥ 0")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Per-head Muon with AdamW for the rest, cosine schedule, QK-clip (training-system notes in docs/training.md)."""
+
+    learning_rate: float = 2e-3
+    min_learning_rate_ratio: float = 0.1
+    warmup_ratio: float = 0.01
+    weight_decay: float = 0.1
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    muon_ns_dtype: DType = "float32"
+    muon_rms: float = 0.2
+    """Target RMS of a Muon update before the learning rate (Moonlight's match to AdamW)."""
+    muon_split_outputs: bool = False
+    """Orthogonalise g_proj and o_proj per head too. The report names only Q, K and V."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_norm: float | None = 1.0
+    qk_clip_threshold: float | None = 100.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "learning_rate", "muon_ns_steps", "muon_rms")
+        _require(0 <= self.min_learning_rate_ratio <= 1, "OptimizerConfig.min_learning_rate_ratio must be in [0, 1]")
+        _require(0 <= self.warmup_ratio <= 1, "OptimizerConfig.warmup_ratio must be in [0, 1]")
+        _require(
+            self.qk_clip_threshold is None or self.qk_clip_threshold > 0,
+            "OptimizerConfig.qk_clip_threshold must be positive or None",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length of a run and everything that happens around a step."""
+
+    steps: int = 1000
+    accumulation: int = 1
+    """Micro-batches per optimizer step; must divide data.batch_size."""
+    remat: Remat = "none"
+    loss_chunk: int = 512
+    """Tokens per sequence whose logits exist at once."""
+    z_loss: float = 0.0
+    seed: int = 0
+    log_interval: int = 10
+    eval_interval: int = 100
+    eval_batches: int = 16
+    sample_interval: int = 100
+    sample_prompt: str = "def "
+    sample_tokens: int = 64
+    checkpoint_interval: int = 100
+    keep_last: int = 2
+    keep_every: int | None = None
+    skip_nonfinite: int = 0
+    """Non-finite steps that may be skipped (the update is dropped) before the run stops."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a jax.profiler trace, written under the run directory."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self,
+            "steps",
+            "accumulation",
+            "loss_chunk",
+            "log_interval",
+            "eval_batches",
+            "checkpoint_interval",
+            "keep_last",
+        )
+        _require(self.skip_nonfinite >= 0, "TrainConfig.skip_nonfinite must be ≥ 0")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run_dir: str = "runs/run"
+
+    def __post_init__(self) -> None:
+        batch, accumulation = self.data.batch_size, self.train.accumulation
+        _require(batch % accumulation == 0, f"train.accumulation {accumulation} must divide data.batch_size {batch}")
+        ways = self.mesh.data * self.mesh.expert
+        micro = batch // accumulation
+        _require(
+            micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
+        )
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain JSON types (tuples become lists)."""
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_dict[T](cls: type[T], values: dict[str, Any], where: str = "") -> T:
+    """Inverse of `to_dict`.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest valid one), a missing field or a wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            raise ConfigError(
+                f"unknown config field {where}{name}"
+                + (f"; did you mean {where}{near[0]}?" if near else f"; fields are {', '.join(fields)}")
+            )
+    missing = [
+        n
+        for n, f in fields.items()
+        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    _require(not missing, f"config fields missing: {', '.join(where + m for m in missing)}")
+    return cls(**{name: _typed(hints[name], value, where + name) for name, value in values.items()})
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        _require(isinstance(value, dict), f"{where} must be a mapping of fields, got {value!r}")
+        return from_dict(typing.cast(type, hint), value, where + ".")
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for option in (a for a in args if a is not type(None)):
+            try:
+                return _typed(option, value, where)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{where} must be {hint}, got {value!r}")
+    if origin is tuple:
+        _require(isinstance(value, (list, tuple)), f"{where} must be a list, got {value!r}")
+        return tuple(_typed(args[0], v, where) for v in value)
+    if origin is Literal:
+        _require(value in args, f"{where} must be one of {', '.join(map(repr, args))}, got {value!r}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    _require(
+        isinstance(value, hint) and not (hint is int and isinstance(value, bool)),
+        f"{where} must be {hint.__name__}, got {value!r}",
+    )
+    return value
+
+
+def diff(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ, by dotted name: `{"optimizer.learning_rate": (old, new)}`."""
+
+    def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for name, value in values.items():
+            out.update(flatten(value, prefix + name + ".") if isinstance(value, dict) else {prefix + name: value})
+        return out
+
+    a, b = flatten(to_dict(old)), flatten(to_dict(new))
+    return {name: (a.get(name), b.get(name)) for name in sorted(a | b) if a.get(name) != b.get(name)}
+
+
+def _mla_layers(num_layers: int, period: int = 4) -> tuple[int, ...]:
+    """Every fourth layer, and the last one whatever its number."""
+    return tuple(sorted({*range(period - 1, num_layers, period), num_layers - 1}))
+
+
+def nano(**overrides: Any) -> ModelConfig:
+    """TINY-9: nine layers with the tail of the release, byte vocabulary; 3,092,296 trained parameters."""
+    return ModelConfig(
+        **{
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "num_layers": 9,
+            "mla_layers": _mla_layers(9),
+            "dense_size": 256,
+            "attn_res_block_size": 4,
+            "kda": KDAConfig(num_heads=4, head_dim=32),
+            "mla": MLAConfig(
+                num_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+            ),
+            "moe": MoEConfig(num_experts=16, experts_per_token=4, expert_size=64, latent_size=64),
+            **overrides,
+        }
+    )
+
+
+def proxy(**overrides: Any) -> ModelConfig:
+    """One-GPU proxy: 1.74B parameters, 0.50B active without the embedding."""
+    return ModelConfig(
+        **{
+            "vocab_size": 32_768,
+            "hidden_size": 1536,
+            "num_layers": 13,
+            "mla_layers": _mla_layers(13),
+            "dense_size": 6144,
+            "attn_res_block_size": 4,
+            "kda": KDAConfig(num_heads=12, head_dim=128),
+            "mla": MLAConfig(
+                num_heads=12,
+                q_lora_rank=384,
+                kv_lora_rank=256,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+            ),
+            "moe": MoEConfig(num_experts=64, experts_per_token=8, expert_size=768, latent_size=768),
+            "dtype": "bfloat16",
+            **overrides,
+        }
+    )
+
+
+def k3(**overrides: Any) -> ModelConfig:
+    """The released geometry: 2,779,484,393,568 trained text parameters."""
+    return ModelConfig(
+        **{
+            "vocab_size": 163_840,
+            "hidden_size": 7168,
+            "num_layers": 93,
+            "mla_layers": _mla_layers(93),
+            "dense_size": 33_792,
+            "attn_res_block_size": 12,
+            "kda": KDAConfig(num_heads=96, head_dim=128),
+            "mla": MLAConfig(
+                num_heads=96,
+                q_lora_rank=1536,
+                kv_lora_rank=512,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+            ),
+            "moe": MoEConfig(num_experts=896, experts_per_token=16, expert_size=3072, latent_size=3584),
+            "dtype": "bfloat16",
+            **overrides,
+        }
+    )

@@ -1,0 +1,40 @@
+"""Every test runs on eight simulated CPU devices, with a persistent compile cache."""
+
+import os
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def x64():
+    """float64 for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def golden():
+    """Loads `tests/golden/<group>/<case>.npz` as a dict of arrays."""
+
+    def load(group: str, case: str) -> dict[str, np.ndarray]:
+        with np.load(GOLDEN / group / f"{case}.npz") as data:
+            return dict(data)
+
+    return load
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if "gpu" in item.keywords and not on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
