@@ -1,0 +1,136 @@
+"""The KDA layer (report §2.1): projections, short convolution, gates, the recurrence, gated norm, output.
+
+Legend: B batch, T time, D hidden, H heads, K head dim (keys and values), W convolution taps.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.config import ModelConfig
+from k3jax.model import init
+from k3jax.ops.kda import kda, kda_step
+from k3jax.ops.norms import gated_rms_norm
+from k3jax.ops.short_conv import conv_tail, short_conv
+from k3jax.sharding import batch_island
+
+KDACache = dict[str, jax.Array]
+
+
+class KDA(nnx.Module):
+    """Kimi Delta Attention mixer: x [B, T, D] → [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        make = init.Maker(config, key)
+        D, H, K, W = config.hidden_size, config.kda.num_heads, config.kda.head_dim, config.kda.conv_size
+        self.config = config
+        self.q_proj = make("embed heads kda_key", D, H, K)
+        self.k_proj = make("embed heads kda_key", D, H, K)
+        self.v_proj = make("embed heads kda_value", D, H, K)
+        self.q_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform)
+        self.k_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform)
+        self.v_conv = make("heads kda_value conv", H, K, W, init=init.conv_uniform)
+        self.f_a = make("embed lora", D, K)
+        self.f_b = make("lora heads kda_key", K, H, K)
+        self.b_proj = make("embed heads", D, H)
+        if config.kda.full_rank_output_gate:
+            self.g_proj = make("embed heads kda_value", D, H, K)
+        else:
+            self.g_a = make("embed lora", D, K)
+            self.g_b = make("lora heads kda_value", K, H, K)
+        self.A_log = make("heads", H, init=init.zeros)
+        self.dt_bias = make("heads kda_key", H, K, init=init.mamba_dt_bias)
+        self.o_norm = make("kda_value", K, init=init.ones)
+        self.o_proj = make("heads kda_value embed", H, K, D)
+
+    def _output_gate(self, x_BTD: jax.Array) -> jax.Array:
+        if self.config.kda.full_rank_output_gate:
+            return jnp.einsum("btd,dhk->bthk", x_BTD, self.g_proj[...].astype(x_BTD.dtype))
+        low = x_BTD @ self.g_a[...].astype(x_BTD.dtype)
+        return jnp.einsum("btr,rhk->bthk", low, self.g_b[...].astype(x_BTD.dtype))
+
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None
+    ) -> tuple[jax.Array, KDACache | None]:
+        """Mixes `x_BTD` (the normed layer input); with a cache, continues it and returns it updated."""
+        dtype, config = x_BTD.dtype, self.config.kda
+
+        def project(w: nnx.Param) -> jax.Array:
+            return jnp.einsum("btd,dhk->bthk", x_BTD, w[...].astype(dtype))
+
+        q, k, v = project(self.q_proj), project(self.k_proj), project(self.v_proj)
+        g = jnp.einsum("btr,rhk->bthk", x_BTD @ self.f_a[...].astype(dtype), self.f_b[...].astype(dtype))
+        beta = x_BTD @ self.b_proj[...].astype(dtype)
+        gates = {"A_log": self.A_log[...], "dt_bias": self.dt_bias[...], "gate": config.gate}
+        gates |= {"lower_bound": config.gate_lower_bound, "beta_is_logit": True, "qk_l2norm": True}
+        if cache is None:
+            o, _ = batch_island(
+                lambda data, taps, A_log, dt_bias: (
+                    self._mix(data, taps, gates | {"A_log": A_log, "dt_bias": dt_bias}),
+                    (),
+                ),
+                (q, k, v, g, beta, segment_ids),
+                (self.q_conv[...], self.k_conv[...], self.v_conv[...]),
+                gates["A_log"],
+                gates["dt_bias"],
+                batched=(True, False, False, False),
+            )
+        else:
+            o, cache = self._continue(q, k, v, g, beta, gates, segment_ids, cache)
+        o = gated_rms_norm(o, self.o_norm[...], self._output_gate(x_BTD), self.config.norm_eps)
+        return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
+
+    def _mix(self, data: tuple, taps: tuple, gates: dict) -> jax.Array:
+        q, k, v, g, beta, segment_ids = data
+        q, k, v = (short_conv(u, w, segment_ids) for u, w in zip((q, k, v), taps))
+        config = self.config.kda
+        o = kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            segment_ids=segment_ids,
+            chunk_size=config.chunk_size,
+            implementation=config.implementation,
+            **gates,
+        )
+        assert isinstance(o, jax.Array)
+        return o
+
+    def _continue(self, q, k, v, g, beta, gates, segment_ids, cache: KDACache) -> tuple[jax.Array, KDACache]:
+        """Prefill (T > 1) or one decode step from a cache of state and convolution tails."""
+        new: KDACache = {}
+        convolved = []
+        for name, u, w in (("q_tail", q, self.q_conv), ("k_tail", k, self.k_conv), ("v_tail", v, self.v_conv)):
+            convolved.append(short_conv(u, w[...], segment_ids, cache[name]))
+            new[name] = conv_tail(u, w.shape[-1], segment_ids, cache[name])
+        q, k, v = convolved
+        if q.shape[1] == 1:
+            o, new["state"] = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state=cache["state"], **gates)
+            return o[:, None], new
+        config = self.config.kda
+        o, new["state"] = kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=cache["state"],
+            segment_ids=segment_ids,
+            return_final_state=True,
+            chunk_size=config.chunk_size,
+            implementation=config.implementation,
+            **gates,
+        )
+        return o, new
+
+
+def kda_cache(config: ModelConfig, batch: int, stack: tuple[int, ...] = ()) -> KDACache:
+    """An empty cache: state [*stack, B, H, K, K] (at least float32) and three tails [*stack, B, W−1, H, K]."""
+    H, K, W = config.kda.num_heads, config.kda.head_dim, config.kda.conv_size
+    dtype = jnp.dtype(config.dtype)
+    tails = {name: jnp.zeros((*stack, batch, W - 1, H, K), dtype) for name in ("q_tail", "k_tail", "v_tail")}
+    return {"state": jnp.zeros((*stack, batch, H, K, K), jnp.promote_types(dtype, jnp.float32)), **tails}

@@ -1,0 +1,143 @@
+"""Stable LatentMoE (report §2.3): experts in a latent of half the width, dropless, balanced by a selection bias.
+
+    s = sigmoid(x W_r)   I = top-k(s + b)   p = s_I / Σ s_I   z = W_down x
+    y = W_up rms( Σ_i p_i E_i(z) ) + Shared(x)               E_i = w2_i SiTU(w1_i z, w3_i z)
+
+Legend: B batch, T time, D hidden, L latent, F expert width, E experts, K picked, N = B·T tokens, M dispatched rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.config import ModelConfig
+from k3jax.model import init
+from k3jax.model.mlp import MLP
+from k3jax.ops.grouped_matmul import combine, dispatch, group_layout, grouped_matmul
+from k3jax.ops.norms import rms_norm
+from k3jax.ops.quantile_balancing import qb_histogram
+from k3jax.ops.router import Routing, route
+from k3jax.ops.situ import situ_glu
+from k3jax.sharding import batch_island, batch_sum
+
+_ALIGN = 128  # rows a group is padded to, so that each block of rows belongs to one expert
+
+
+class RouterStats(NamedTuple):
+    """What a MoE layer reports of one micro-batch, summed over its devices."""
+
+    load: jax.Array  # [E] int32, tokens sent to each expert
+    histogram: jax.Array  # [E, bins] int32, quantile-balancing margins; [E, 0] when not asked for
+
+
+class LatentMoE(nnx.Module):
+    """Routed experts in the latent plus shared experts: x [B, T, D] → [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        make, moe = init.Maker(config, key), config.moe
+        D, E, F = config.hidden_size, moe.num_experts, moe.expert_size
+        L = moe.latent_size or D
+        self.config = config
+        self.router = make("embed expert", D, E)
+        if moe.latent_size is not None:
+            self.latent_down = make("embed latent", D, L)
+            self.latent_up = make("latent embed", L, D)
+            if moe.latent_norm:
+                self.latent_norm = make("latent", L, init=init.ones)
+        self.w1 = make("expert latent mlp", E, L, F)
+        self.w3 = make("expert latent mlp", E, L, F)
+        self.w2 = make("expert mlp latent", E, F, L)
+        if moe.num_shared_experts:
+            self.shared = MLP(config, moe.num_shared_experts * F, make.key())
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        valid_BT: jax.Array,
+        bias_E: jax.Array,
+        histogram: bool,
+    ) -> tuple[jax.Array, RouterStats]:
+        """Routes and mixes `x_BTD` (normed); tokens with `valid_BT` False reach no routed expert and no statistic."""
+        dtype, moe = x_BTD.dtype, self.config.moe
+        wide = jnp.promote_types(dtype, jnp.float32)
+        logits = jnp.einsum(
+            "btd,de->bte", x_BTD.astype(wide), self.router[...].astype(wide), precision=jax.lax.Precision.HIGHEST
+        )
+        z = x_BTD if moe.latent_size is None else x_BTD @ self.latent_down[...].astype(dtype)
+        routed, stats = batch_island(
+            lambda tokens, bias, weights: self._routed(*tokens, bias, weights, histogram),
+            (z, logits, positions_BT, valid_BT),
+            bias_E,
+            tuple(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2)),
+            batched=(True, False, False),
+        )
+        if moe.latent_size is not None:
+            if moe.latent_norm:
+                routed = rms_norm(routed, self.latent_norm[...], self.config.norm_eps)
+            routed = routed @ self.latent_up[...].astype(dtype)
+        return (routed + self.shared(x_BTD) if moe.num_shared_experts else routed), stats
+
+    def _routed(self, z_BTL, logits_BTE, positions_BT, valid_BT, bias_E, weights, histogram: bool):
+        moe = self.config.moe
+        E, k = moe.num_experts, moe.experts_per_token
+        z, valid = z_BTL.reshape(-1, z_BTL.shape[-1]), valid_BT.reshape(-1)
+        routing = route(
+            logits_BTE.reshape(-1, E),
+            bias_E,
+            positions_BT.reshape(-1),
+            experts_per_token=k,
+            activation=moe.router_activation,
+            renormalize=moe.renormalize,
+            scaling_factor=moe.routed_scaling_factor,
+            num_groups=moe.num_groups,
+            topk_groups=moe.topk_groups,
+        )
+        picked_NE = jnp.sum(jax.nn.one_hot(routing.experts_NK, E, dtype=jnp.int32), axis=1) * valid[:, None]
+        bins = jnp.zeros((E, 0), jnp.int32)
+        if histogram:
+            bins = qb_histogram(
+                routing.scores_NE, bias_E, experts_per_token=k, bins=moe.qb_bins, mask_N=valid, alpha_N=routing.threshold_N
+            )
+        stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
+        run = self._dense if resolve_moe(self.config) == "dense" else self._grouped
+        out = run(z, routing, valid, weights)
+        return out.astype(z.dtype).reshape(z_BTL.shape), stats
+
+    def _situ(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return situ_glu(gate, up, self.config.situ_beta, self.config.situ_linear_beta)
+
+    def _dense(self, z_NL, routing: Routing, valid_N, weights) -> jax.Array:
+        """Every expert on every token, weighted by 0 where not picked: exact, and fastest for few small experts."""
+        w1, w3, w2 = weights
+        wide = routing.weights_NK.dtype
+        one_hot = jax.nn.one_hot(routing.experts_NK, w1.shape[0], dtype=wide)
+        p_NE = jnp.einsum("nk,nke->ne", routing.weights_NK * valid_N[:, None], one_hot)
+        hidden = self._situ(jnp.einsum("nl,elf->nef", z_NL, w1), jnp.einsum("nl,elf->nef", z_NL, w3))
+        y = jnp.einsum("nef,efl->nel", hidden, w2)
+        return jnp.einsum("ne,nel->nl", p_NE, y.astype(wide))
+
+    def _grouped(self, z_NL, routing: Routing, valid_N, weights) -> jax.Array:
+        """Tokens sorted by expert; work proportional to what was routed."""
+        w1, w3, w2 = weights
+        implementation = resolve_moe(self.config)
+        align = _ALIGN if implementation == "blocked" else 1
+        valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
+        layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
+
+        def matmul(x_ML: jax.Array, w: jax.Array) -> jax.Array:
+            return grouped_matmul(x_ML, w, layout.group_sizes_E, align=align, implementation=implementation)
+
+        rows = dispatch(z_NL, layout)
+        y = matmul(self._situ(matmul(rows, w1), matmul(rows, w3)), w2)
+        return combine(y, layout, routing.weights_NK)
+
+
+def resolve_moe(config: ModelConfig) -> str:
+    """The expert implementation that runs: "dense" on a CPU with few experts, else "blocked", unless one is named."""
+    few = config.moe.num_experts <= 4 * config.moe.experts_per_token
+    return config.moe.implementation or ("dense" if few and jax.default_backend() == "cpu" else "blocked")
