@@ -1,0 +1,226 @@
+"""Checkpoints of a run: written in the background, complete or absent, read back by shape and sharding.
+
+    RUN_DIR/checkpoints/<step>/     one checkpoint; appears by an atomic rename when all of it is on disk
+        model/                      parameters and router biases (all that generation needs)
+        training/                   optimizer state, step, RNG
+        _CHECKPOINT_METADATA        `RunRecord` as JSON: resolved configuration, tokenizer, data position
+
+Arrays are stored under dotted paths of plain names (`model` / `params.segments.0.runs.1.mixer.q_proj`), without a word
+of the classes that held them. This is the only file that imports Orbax: its v1 API still lives in `experimental`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.experimental import multihost_utils
+
+FORMAT = 1
+ITEMS = ("model", "training")
+_POLICIES = ocp.training.preservation_policies
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read, or that belongs to another run; the message says what differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What a checkpoint says about its run beside the arrays (JSON types only)."""
+
+    config: dict[str, Any]
+    """`config.to_dict` of the resolved `RunConfig`."""
+    tokenizer: dict[str, Any]
+    """Identity of the tokenizer: name, vocabulary size, hash of its ranks."""
+    source: dict[str, Any]
+    """Identity of the training text: hash of the file list, bytes."""
+    data: dict[str, Any]
+    """Position of the data iterator, as its `get_state` gave it."""
+
+
+def to_paths(tree: Any) -> dict[str, Any]:
+    """A pytree as nested dicts of its leaves, keyed by plain attribute names, dict keys and list positions.
+
+    Parameters of an NNX module come out under the paths of `nnx.to_pure_dict`: the `.value` level is dropped.
+
+    Raises:
+        ValueError: two leaves that would get the same path.
+    """
+    out: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        *parents, name = _names(path)
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if name in node:
+            raise ValueError(f"two leaves at {'.'.join(_names(path))}")
+        node[name] = leaf
+    return out
+
+
+def from_paths(like: Any, values: dict[str, Any]) -> Any:
+    """Inverse of `to_paths`: the leaves of `values` in the structure of `like`."""
+    leaves = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(like):
+        node = values
+        for name in _names(path):
+            node = node[name]
+        leaves.append(node)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    return names[:-1] if len(names) > 1 and path[-1] == jax.tree_util.GetAttrKey("value") else names
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return out
+
+
+class CheckpointStore:
+    """The checkpoints of one directory. Opening it removes what a killed process left half-written or half-deleted.
+
+    Args:
+        directory: created if missing.
+        keep_last: newest checkpoints that are kept.
+        keep_every: checkpoints at multiples of this step are kept for good (None: none are).
+        read_only: look only; nothing is cleaned, created or deleted.
+
+    Raises:
+        CheckpointError: `read_only` and no such directory.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, keep_last: int = 2, keep_every: int | None = None, read_only: bool = False
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        policies: list[Any] = [_POLICIES.LatestN(keep_last)]
+        if keep_every is not None:
+            policies.append(_POLICIES.EveryNSteps(keep_every))
+        if read_only:
+            if not self.directory.is_dir():
+                raise CheckpointError(f"{self.directory} does not exist")
+        else:
+            self._remove_stale(keep_last, keep_every)
+        self._checkpointer = ocp.training.Checkpointer(
+            str(self.directory),
+            # the training loop decides when to save
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=_POLICIES.PreserveAll() if read_only else _POLICIES.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=not read_only,
+        )
+
+    def _remove_stale(self, keep_last: int, keep_every: int | None) -> None:
+        """Removes checkpoints past their time: a process killed while deleting one leaves part of it."""
+        if jax.process_index() == 0:
+            steps = sorted(int(p.name) for p in self.directory.glob("*") if p.name.isdigit())
+            for step in steps[:-keep_last]:
+                if keep_every is None or step % keep_every:
+                    shutil.rmtree(self.directory / str(step))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("k3jax.checkpoint.remove_stale")
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return [c.step for c in self._checkpointer.checkpoints]
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return self.steps[-1] if self.steps else None
+
+    def save(self, step: int, *, model: Any, training: Any, record: RunRecord) -> None:
+        """Starts writing a checkpoint and returns when the arrays may be donated again.
+
+        A save in flight is waited for first. Does nothing when this step is already saved.
+
+        Raises:
+            CheckpointError: an earlier save failed in the background.
+        """
+        if step in self.steps:
+            return
+        try:
+            self._checkpointer.save_checkpointables_async(
+                step,
+                {"model": to_paths(model), "training": to_paths(training)},
+                force=True,
+                custom_metadata={"format": FORMAT, **dataclasses.asdict(record)},
+            )
+        except OSError as error:
+            raise CheckpointError(f"cannot save step {step} in {self.directory}: {error}") from error
+
+    def read_record(self, step: int | None = None) -> RunRecord:
+        """The record of a checkpoint (default: the latest), without reading an array.
+
+        Raises:
+            CheckpointError: no such checkpoint, or one of an unknown format.
+        """
+        step = self._resolve(step)
+        values = dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+        found = values.pop("format", None)
+        if found != FORMAT:
+            raise CheckpointError(f"{self.directory / str(step)} has format {found}, this version reads {FORMAT}")
+        return RunRecord(**values)
+
+    def read_shapes(self, item: str, step: int | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every stored array of an item by dotted path, without reading the arrays."""
+        tree = self._checkpointer.checkpointables_metadata(self._resolve(step)).metadata[item]
+        return {path: (tuple(m.shape), str(m.dtype)) for path, m in _flat(tree).items()}
+
+    def load(self, item: str, abstract: Any, step: int | None = None, *, cast: bool = False) -> Any:
+        """One item ("model" or "training") in the structure, shapes, dtypes and shardings of `abstract`.
+
+        Args:
+            abstract: pytree of `jax.ShapeDtypeStruct` with shardings on real devices.
+            cast: convert stored values to the dtypes asked for; otherwise another dtype is refused.
+
+        Raises:
+            CheckpointError: no such checkpoint, or arrays that are missing, left over or of another shape or dtype.
+        """
+        step = self._resolve(step)
+        wanted = to_paths(abstract)
+        self._compare(self.read_shapes(item, step), _flat(wanted), step, cast)
+        values = self._checkpointer.load_checkpointables(step, {item: wanted})[item]
+        return from_paths(abstract, values)
+
+    def _compare(
+        self, stored: dict[str, tuple[tuple[int, ...], str]], wanted: dict[str, Any], step: int, cast: bool
+    ) -> None:
+        problems = [f"{p}: not in the checkpoint" for p in sorted(wanted.keys() - stored.keys())]
+        problems += [f"{p}: in the checkpoint only" for p in sorted(stored.keys() - wanted.keys())]
+        for path in sorted(wanted.keys() & stored.keys()):
+            (shape, dtype), leaf = stored[path], wanted[path]
+            if shape != tuple(leaf.shape) or (dtype != str(leaf.dtype) and not cast):
+                problems.append(f"{path}: {dtype}{list(shape)} stored, {leaf.dtype}{list(leaf.shape)} wanted")
+        if problems:
+            more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
+            raise CheckpointError(
+                f"{self.directory / str(step)} does not fit this model or optimizer:\n  "
+                + "\n  ".join(problems[:20] + more)
+            )
+
+    def _resolve(self, step: int | None) -> int:
+        if step is None:
+            step = self.latest
+        if step is None or step not in self.steps:
+            found = ", ".join(map(str, self.steps)) or "none"
+            raise CheckpointError(f"no checkpoint{'' if step is None else f' {step}'} in {self.directory}; has {found}")
+        return step
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Finishes a save in flight."""
+        self._checkpointer.close()
