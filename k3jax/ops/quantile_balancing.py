@@ -10,6 +10,9 @@ The new bias serves from the next step on. It gets no gradient and is frozen in 
 Shape suffixes: N tokens (any number of leading axes), E experts, X histogram bins, L layers (optional leading axis).
 """
 
+from collections.abc import Callable
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -57,8 +60,7 @@ def qb_histogram(
     if mask_N is None:
         mask_N = jnp.ones_like(threshold_N, dtype=bool)
 
-    def count(*arrays: jax.Array) -> jax.Array:
-        scores_NE, bias_E, threshold_N, mask_N = arrays
+    def count(scores_NE, bias_E, threshold_N, mask_N):
         lo, hi = _range(bias_E)
         bin_NE = jnp.floor((threshold_N[..., None] - scores_NE - lo) * bins / (hi - lo)).astype(jnp.int32)
         flat_NE = jnp.clip(bin_NE, 0, bins - 1) + bins * jnp.arange(num_experts)
@@ -67,8 +69,9 @@ def qb_histogram(
 
     explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit_axes:
-        # A scatter of sharded updates into one histogram sums over devices: the partitioner knows how, Explicit mode not.
-        count = jax.sharding.auto_axes(count, axes=explicit_axes, out_sharding=PartitionSpec())
+        # A scatter of sharded updates into one histogram is a sum over devices: only the partitioner writes that.
+        auto = jax.sharding.auto_axes(count, axes=explicit_axes, out_sharding=PartitionSpec())
+        count = cast(Callable[..., jax.Array], auto)
     return count(scores_NE, bias_E, jax.lax.stop_gradient(threshold_N), mask_N)
 
 
