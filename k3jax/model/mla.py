@@ -125,7 +125,7 @@ class MLA(nnx.Module):
 
 
 def mla_cache(config: ModelConfig, batch: int, length: int, stack: tuple[int, ...] = ()) -> MLACache:
-    """An empty cache of `length` tokens: normed latent [*stack, B, S, R], shared key [*stack, B, S, r], ids [..., S]."""
+    """An empty cache of `length` tokens: normed latent [*stack, B, S, R], shared key [..., r], ids."""
     dtype, shape = jnp.dtype(config.dtype), (*stack, batch, length)
     return {
         "latent": jnp.zeros((*shape, config.mla.kv_lora_rank), dtype),

@@ -101,7 +101,12 @@ class LatentMoE(nnx.Module):
         bins = jnp.zeros((E, 0), jnp.int32)
         if histogram:
             bins = qb_histogram(
-                routing.scores_NE, bias_E, experts_per_token=k, bins=moe.qb_bins, mask_N=valid, alpha_N=routing.threshold_N
+                routing.scores_NE,
+                bias_E,
+                experts_per_token=k,
+                bins=moe.qb_bins,
+                mask_N=valid,
+                alpha_N=routing.threshold_N,
             )
         stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
         run = self._dense if resolve_moe(self.config) == "dense" else self._grouped

@@ -1,0 +1,248 @@
+"""Kimi K3's text model.
+
+    p = Embed[ids];  bank = []
+    for each block:   push p;  for each layer:  p += Mixer(rms(mix(p, bank)));  p += FFN(rms(mix(p, bank)))
+    logits = Head( rms( mix(p, bank) ) )
+
+A `K3` is a pytree of parameters and its call is a pure function:
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from k3jax.config import nano
+    >>> model = K3(nano(), rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((1, 8), jnp.int32)).shape
+    (1, 8, 512)
+
+Legend: B batch, T time, S cache length, D hidden, V vocabulary, N blocks, E experts, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.config import ModelConfig, Remat
+from k3jax.model import init
+from k3jax.model.attn_res import AttnResQuery
+from k3jax.model.decoder import DecoderLayer, Options, Tokens, run_segment
+from k3jax.model.kda import kda_cache
+from k3jax.model.mla import mla_cache
+from k3jax.model.plan import SegmentPlan, plan_layers
+from k3jax.ops.attn_res import depth_weights, merge, read_bank
+from k3jax.ops.norms import rms_norm
+from k3jax.sharding import embed_lookup
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Decode state of a batch: per segment and run a stack of layer caches, and how far each row is.
+
+    A call with a cache continues the one document of each row; padding may only stand before it (left).
+    """
+
+    segments: list[list[dict[str, jax.Array]]]
+    length: jax.Array  # int32, tokens written, padding included
+    position: jax.Array  # [B] int32, real tokens seen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Aux:
+    """What a forward pass reports besides its result; layers in order."""
+
+    load: jax.Array  # [MoE layers, E] int32: tokens sent to each expert
+    histogram: jax.Array  # [MoE layers, E, bins] int32: quantile-balancing margins (bins 0 when not asked for)
+    max_logit: jax.Array  # [MLA layers, H] float32: largest scaled attention logit, for QK-clip
+    depth: jax.Array | None  # [2·layers + 1, N + 1, B, T]: depth-attention weights, the partial sum last
+    cache: Cache | None
+
+
+class Segment(nnx.Module):
+    """Stacked layers of one segment of the plan, a `DecoderLayer` per run with a leading layer axis."""
+
+    def __init__(self, config: ModelConfig, plan: SegmentPlan, keys: jax.Array):
+        self.runs = nnx.List(
+            [
+                jax.vmap(partial(DecoderLayer, config, spec))(keys[np.array(numbers)])
+                for spec, numbers in plan.run_layers()
+            ]
+        )
+
+
+class K3(nnx.Module):
+    """The text model. Parameters only; router biases and caches are arguments."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        make = init.Maker(config, rngs.params())
+        D, V = config.hidden_size, config.vocab_size
+        self.config = config
+        self.embed = make("vocab embed", V, D)
+        keys = jax.random.split(make.key(), config.num_layers)
+        self.segments = nnx.List([Segment(config, plan, keys) for plan in plan_layers(config)])
+        if config.attn_res_block_size is not None:
+            self.output_res = AttnResQuery(config, make.key())
+        self.final_norm = make("embed", D, init=init.ones)
+        self.lm_head = make("embed vocab", D, V)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        router_bias: jax.Array | None = None,
+        cache: Cache | None = None,
+        return_aux: bool = False,
+        depth: bool = False,
+    ) -> jax.Array | tuple[jax.Array, Aux]:
+        """Logits.
+
+        Args:
+            tokens_BT: int32 ids below `config.vocab_size`.
+            segment_ids: [B, T] int32 document numbers, 0 = padding; documents do not see each other.
+            router_bias: [MoE layers, E] float32 selection biases; None: zeros.
+            cache: decode state to continue; the updated one is in the returned `Aux`.
+            return_aux: also return the `Aux`; `depth=True` fills its depth-attention weights.
+
+        Returns:
+            [B, T, V] in at least float32, or (logits, aux).
+        """
+        x, aux = self.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache, depth=depth)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("btd,dv->btv", x, self.lm_head[...].astype(x.dtype), preferred_element_type=wide)
+        return (logits, aux) if return_aux or cache is not None else logits
+
+    def features(
+        self,
+        tokens_BT: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        router_bias: jax.Array | None = None,
+        cache: Cache | None = None,
+        remat: Remat = "none",
+        histogram: bool = False,
+        depth: bool = False,
+    ) -> tuple[jax.Array, Aux]:
+        """The final normed residual stream [B, T, D] (multiply by `lm_head` for logits) and the `Aux`."""
+        config, plans = self.config, plan_layers(self.config)
+        options = Options(remat, histogram, depth)
+        x = embed_lookup(self.embed[...].astype(config.dtype), tokens_BT)
+        if router_bias is None:
+            router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
+        tokens = _describe(tokens_BT, segment_ids, cache)
+        state = (x, jnp.stack([x] * config.num_blocks))  # rows not pushed yet are masked
+        outs: list[list[Any]] = []
+        for i, (plan, segment) in enumerate(zip(plans, self.segments)):
+            bias = [_run_bias(config, router_bias, numbers, spec.ffn) for spec, numbers in plan.run_layers()]
+            caches = cache.segments[i] if cache is not None else [None] * len(bias)
+            state, out = run_segment(plan, config, options, list(segment.runs), state, tokens, bias, caches)
+            outs.append(out)
+        x, output_depth = self._output_mix(*state, options)
+        aux = _collect(config, plans, outs, output_depth)
+        if cache is not None:
+            updated = [[run["cache"] for run in segment] for segment in outs]
+            aux = Aux(
+                aux.load,
+                aux.histogram,
+                aux.max_logit,
+                aux.depth,
+                Cache(updated, cache.length + tokens_BT.shape[1], tokens.positions[:, -1] + 1),
+            )
+        return rms_norm(x, self.final_norm[...], config.norm_eps), aux
+
+    def _output_mix(self, partial_BTD, bank_NBTD, options: Options) -> tuple[jax.Array, jax.Array | None]:
+        config = self.config
+        if config.attn_res_block_size is None:
+            return partial_BTD, None
+        query = self.output_res.query()
+        read = jax.tree.map(lambda a: a[0], read_bank(bank_NBTD, query[None], config.norm_eps))
+        mixed, logit = merge(read, partial_BTD, query, config.norm_eps)
+        return mixed, depth_weights(read.logits, logit) if options.depth else None
+
+    def layer(self, number: int) -> DecoderLayer:
+        """The parameters of one decoder layer by its 0-based number.
+
+        Raises:
+            IndexError: no such layer.
+        """
+        for segment, plan in zip(self.segments, plan_layers(self.config)):
+            for run, (_, numbers) in zip(segment.runs, plan.run_layers()):
+                if number in numbers:
+                    place = numbers.index(number)
+                    return jax.tree.map(lambda a: a[place], run)  # noqa: B023 - used at once
+        raise IndexError(f"layer {number} is outside 0..{self.config.num_layers - 1}")
+
+
+def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
+    """An empty decode cache for `batch` rows of up to `length` tokens."""
+    segments = []
+    for plan in plan_layers(config):
+        runs = []
+        for spec, numbers in plan.run_layers():
+            stack = (len(numbers),)
+            runs.append(
+                kda_cache(config, batch, stack) if spec.mixer == "kda" else mla_cache(config, batch, length, stack)
+            )
+        segments.append(runs)
+    return Cache(segments, jnp.zeros((), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+
+def _describe(tokens_BT: jax.Array, segment_ids: jax.Array | None, cache: Cache | None) -> Tokens:
+    """Positions in documents, validity and the cache offset of each token."""
+    offset = 0 if cache is None else cache.length
+    start = jnp.zeros_like(tokens_BT[:, :1]) if cache is None else cache.position[:, None]
+    if segment_ids is None:
+        positions = jnp.zeros_like(tokens_BT) + start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+        return Tokens(None, positions, jnp.ones_like(tokens_BT, dtype=bool), offset)
+    index = jnp.zeros_like(tokens_BT) + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    previous = jnp.concatenate([jnp.zeros_like(segment_ids[:, :1]), segment_ids[:, :-1]], axis=1)
+    begins = jax.lax.cummax(jnp.where(segment_ids != previous, index, 0), axis=1)
+    return Tokens(segment_ids, jnp.where(segment_ids != 0, index - begins + start, 0), segment_ids != 0, offset)
+
+
+def _run_bias(config: ModelConfig, router_bias: jax.Array, numbers: tuple[int, ...], ffn: str) -> jax.Array:
+    if ffn == "dense":
+        return jnp.zeros((len(numbers), 0), jnp.float32)
+    return router_bias[np.array(numbers) - config.num_dense_layers]
+
+
+def _collect(config: ModelConfig, plans, outs, output_depth: jax.Array | None) -> Aux:
+    """Per-run outputs as per-layer arrays in layer order."""
+
+    def ordered(pick, kind) -> jax.Array | None:
+        parts, numbers = [], []
+        for plan, segment in zip(plans, outs):
+            for (spec, layers), out in zip(plan.run_layers(), segment):
+                if kind in (spec.mixer, spec.ffn, "any"):
+                    parts.append(pick(out))
+                    numbers += layers
+        return jnp.concatenate(parts)[np.argsort(numbers)] if parts else None
+
+    moe, heads = config.moe, config.mla.num_heads
+    load = ordered(lambda o: o["router"].load, "moe")
+    bins = ordered(lambda o: o["router"].histogram, "moe")
+    max_logit = ordered(lambda o: o["max_logit"], "mla")
+    depth = None
+    if output_depth is not None:
+        rows = config.num_blocks + 1
+
+        def widen(a: jax.Array) -> jax.Array:  # blocks to come get weight 0; the partial stays last
+            missing = rows - a.shape[2]
+            return jnp.concatenate([a[:, :, :-1], jnp.zeros_like(a[:, :, :1]).repeat(missing, 2), a[:, :, -1:]], 2)
+
+        layers = ordered(lambda o: widen(o["depth"]), "any")
+        assert layers is not None
+        depth = jnp.concatenate([layers.reshape(-1, *layers.shape[2:]), output_depth[None]])
+    return Aux(
+        jnp.zeros((0, moe.num_experts), jnp.int32) if load is None else load,
+        jnp.zeros((0, moe.num_experts, 0), jnp.int32) if bins is None else bins,
+        jnp.zeros((0, heads), jnp.float32) if max_logit is None else max_logit,
+        depth,
+        None,
+    )
