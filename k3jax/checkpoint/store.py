@@ -131,12 +131,12 @@ class CheckpointStore:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Steps of the checkpoints, ascending: complete ones, and one that is being written."""
         return [c.step for c in self._checkpointer.checkpoints]
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Step of the newest checkpoint."""
         return self.steps[-1] if self.steps else None
 
     def save(self, step: int, *, model: Any, training: Any, record: RunRecord) -> None:
@@ -210,6 +210,7 @@ class CheckpointStore:
             )
 
     def _resolve(self, step: int | None) -> int:
+        self.wait()  # a save in flight is already in `steps`
         if step is None:
             step = self.latest
         if step is None or step not in self.steps:
