@@ -389,6 +389,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 
 def diff(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Fields that differ, by dotted name: `{"optimizer.learning_rate": (old, new)}`."""
+    return diff_dicts(to_dict(old), to_dict(new))
+
+
+def diff_dicts(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`diff` of two configurations in the form of `to_dict`; a field that one of them lacks counts as None."""
 
     def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -396,7 +401,7 @@ def diff(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
             out.update(flatten(value, prefix + name + ".") if isinstance(value, dict) else {prefix + name: value})
         return out
 
-    a, b = flatten(to_dict(old)), flatten(to_dict(new))
+    a, b = flatten(old), flatten(new)
     return {name: (a.get(name), b.get(name)) for name in sorted(a | b) if a.get(name) != b.get(name)}
 
 
