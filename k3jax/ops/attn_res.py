@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3jax.ops.common import wide
+
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -27,10 +29,6 @@ class BankRead(NamedTuple):
     total: jax.Array  # [..., B, T] Σ exp(ℓ − peak)
     value: jax.Array  # [..., B, T, D] Σ exp(ℓ − peak) V
     logits: jax.Array  # [..., N, B, T], −inf where a row is not valid
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _rstd(x: jax.Array, eps: float) -> jax.Array:
@@ -45,9 +43,9 @@ def read_bank(bank_NBTD: jax.Array, queries_QD: jax.Array, eps: float, valid_N: 
         queries_QD: γ ⊙ w of each sublayer, float32.
         valid_N: bool, rows that exist yet; at least one must. None: all.
     """
-    bank = _wide(bank_NBTD)
+    bank = wide(bank_NBTD)
     # one dot per row keeps a token's result independent of the other tokens' values
-    logits = jnp.einsum("nbtd,qd->qnbt", bank, _wide(queries_QD), precision=_HIGHEST) * _rstd(bank, eps)
+    logits = jnp.einsum("nbtd,qd->qnbt", bank, wide(queries_QD), precision=_HIGHEST) * _rstd(bank, eps)
     if valid_N is not None:
         logits = jnp.where(valid_N[:, None, None], logits, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=1))
@@ -68,8 +66,8 @@ def merge(
     Returns:
         mix [B, T, D] in `partial_BTD.dtype`, and the logit of the partial [B, T] (−inf where left out).
     """
-    partial = _wide(partial_BTD)
-    logit = jnp.einsum("btd,d->bt", partial, _wide(query_D), precision=_HIGHEST) * _rstd(partial, eps)
+    partial = wide(partial_BTD)
+    logit = jnp.einsum("btd,d->bt", partial, wide(query_D), precision=_HIGHEST) * _rstd(partial, eps)
     logit = jnp.where(include, logit, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.maximum(read.peak, logit))
     old, new = jnp.exp(read.peak - peak), jnp.exp(logit - peak)
@@ -90,7 +88,7 @@ def attn_res(
     `partial_BTD` None mixes the bank alone; an empty bank returns the partial itself.
     """
     sources = bank_NBTD if partial_BTD is None else jnp.concatenate([bank_NBTD, partial_BTD[None]])
-    wide = _wide(sources)
-    logits = jnp.einsum("nbtd,d->nbt", wide, _wide(query_D), precision=_HIGHEST) * _rstd(wide, eps)
+    rows = wide(sources)
+    logits = jnp.einsum("nbtd,d->nbt", rows, wide(query_D), precision=_HIGHEST) * _rstd(rows, eps)
     weights = jax.nn.softmax(logits, axis=0)
-    return jnp.einsum("nbt,nbtd->btd", weights, wide, precision=_HIGHEST).astype(sources.dtype), weights
+    return jnp.einsum("nbt,nbtd->btd", weights, rows, precision=_HIGHEST).astype(sources.dtype), weights

@@ -8,15 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+from k3jax.ops.common import wide
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`x · rsqrt(mean(x²) + eps)`, rounded to `x.dtype`, then times `weight` [D] in that dtype → [..., D]."""
-    wide = _wide(x)
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    x32 = wide(x)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
@@ -27,6 +25,6 @@ def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float)
         x: [..., D] with `weight` [D] shared by all leading axes.
         gate: [..., D] pre-sigmoid.
     """
-    wide = _wide(x)
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (normed * _wide(weight) * jax.nn.sigmoid(_wide(gate))).astype(gate.dtype)
+    x32 = wide(x)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normed * wide(weight) * jax.nn.sigmoid(wide(gate))).astype(gate.dtype)
