@@ -1,0 +1,223 @@
+"""The optimizer: Muon per head, per expert or per matrix, AdamW for the rest, and QK-clip.
+
+`make_optimizer` decides by the name of every parameter (`LEAVES`) and refuses names that it does not know. A Muon leaf
+is a stack of matrix blocks; Newton-Schulz and the RMS rule see one block at a time. The letters of a layout say what
+each axis of the leaf is: r and c are rows and columns of the block (several axes of a letter are flattened together), b
+counts independent blocks. A stack of layers adds one more b axis in front, so stacked and single layers train alike.
+
+    g_t  clipped to the global norm
+    Muon   M ← 0.95 M + g,  U = g + 0.95 M,  u = 0.2·sqrt(max(rows, cols))·NewtonSchulz(U)     (Moonlight §2.2)
+    AdamW  u = m̂ / (sqrt(v̂) + eps)
+    W ← W − lr·(u + 0.1 W)        the 0.1 only where `Leaf.decay` says so
+
+Sources: report §2.4 (per-head Muon on Q, K and V, weight decay 0.1, cosine with 1 % warm-up, QK-clip kept from K2);
+everything else after Moonlight (arXiv 2502.16982), since the report gives no other numbers.
+
+Shape suffixes: M MLA layers, N layers of a stack, H heads, R LoRA rank, C nope + rope.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from k3jax.config import OptimizerConfig
+
+Group = Literal["muon_head", "muon_matrix", "muon_expert", "adamw"]
+GROUPS: tuple[Group, ...] = ("muon_head", "muon_matrix", "muon_expert", "adamw")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one parameter is trained. `layout` is empty for AdamW; see the module's first lines."""
+
+    group: Group
+    layout: str = ""
+    decay: bool = True
+
+
+_HEAD, _EXPERT, _MATRIX = Leaf("muon_head", "rbc"), Leaf("muon_expert", "brc"), Leaf("muon_matrix", "rc")
+_ADAMW, _NO_DECAY = Leaf("adamw"), Leaf("adamw", decay=False)
+
+# Moonlight decays all it trains. Gains, pseudo-queries and gate constants (A_log, dt_bias) are left out here: their
+# zero is no neutral point (a gain of 0 mutes a layer). Whatever multiplies activations decays, under AdamW too.
+LEAVES: Mapping[str, Leaf] = (
+    dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b", "k_b", "v_b"), _HEAD)
+    | dict.fromkeys(("w1", "w2", "w3"), _EXPERT)
+    | dict.fromkeys(("q_a", "kv_a", "f_a", "g_a", "router", "latent_down", "latent_up", "gate", "up", "down"), _MATRIX)
+    | dict.fromkeys(("f_b", "g_b", "g_proj"), Leaf("muon_matrix", "rcc"))
+    | {"o_proj": Leaf("muon_matrix", "rrc")}
+    | dict.fromkeys(("embed", "lm_head", "q_conv", "k_conv", "v_conv", "b_proj"), _ADAMW)
+    | dict.fromkeys(("norm", "input_norm", "post_norm", "final_norm", "o_norm"), _NO_DECAY)
+    | dict.fromkeys(("q_a_norm", "kv_a_norm", "latent_norm", "proj", "A_log", "dt_bias"), _NO_DECAY)
+)
+_SPLIT_OUTPUTS: Mapping[str, Leaf] = {
+    "g_proj": _HEAD,
+    "g_b": _HEAD,
+    "o_proj": Leaf("muon_head", "brc"),
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the trainer needs: the transformation, its learning rate by step, and the group of every parameter."""
+
+    transform: optax.GradientTransformation
+    schedule: optax.Schedule
+    groups: Any
+    """Tree of `Group` names with the structure of the parameters."""
+
+
+def make_optimizer(config: OptimizerConfig, params: Any, total_steps: int) -> Optimizer:
+    """Builds the optimizer for a tree of parameters (arrays or shapes).
+
+    Raises:
+        ValueError: a parameter whose name is not in `LEAVES`, or whose rank does not fit its layout.
+    """
+    leaves = jax.tree_util.tree_map_with_path(lambda path, x: _leaf(path, x, config), params)
+    groups = jax.tree.map(lambda leaf: leaf.group, leaves)
+    muon = optax.chain(
+        optax.trace(config.muon_momentum, nesterov=True),
+        optax.stateless(lambda updates, _: _orthogonalize_tree(updates, config)),
+    )
+    adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
+    schedule = make_schedule(config, total_steps)
+    transform = optax.chain(
+        optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm),
+        optax.partition({group: adam if group == "adamw" else muon for group in GROUPS}, groups),
+        optax.add_decayed_weights(config.weight_decay, jax.tree.map(lambda leaf: leaf.decay, leaves)),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return Optimizer(transform, schedule, groups)
+
+
+def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step: linear over the first `warmup_ratio` (at least one step), then a cosine.
+
+    The peak is reached at the last step of the warm-up and the minimum at step `total_steps` − 1; no step has rate 0.
+    """
+    warmup = max(1, round(config.warmup_ratio * total_steps))
+    peak = config.learning_rate
+    return optax.join_schedules(
+        [
+            lambda step: peak * (step + 1) / warmup,
+            optax.cosine_decay_schedule(peak, max(1, total_steps - warmup), config.min_learning_rate_ratio),
+        ],
+        [warmup - 1],
+    )
+
+
+def update_rms(updates: Any, groups: Any) -> dict[str, jax.Array]:
+    """Root mean square of an update by group (the groups that occur), as float32 scalars."""
+    squares: dict[str, list[tuple[jax.Array, int]]] = {}
+    for update, group in zip(jax.tree.leaves(updates), jax.tree.leaves(groups), strict=True):
+        squares.setdefault(group, []).append((jnp.sum(jnp.square(update.astype(jnp.float32))), update.size))
+    return {g: jnp.sqrt(sum(s for s, _ in found) / sum(n for _, n in found)) for g, found in sorted(squares.items())}
+
+
+def qk_clip(params: Any, max_logit_MH: jax.Array, threshold: float, rows: Mapping[str, Any]) -> Any:
+    """Scales the query and key weights of MLA heads whose largest logit passed `threshold` (K2, arXiv 2507.20534).
+
+    With gamma = min(1, threshold / max logit), the nope parts of query and key get sqrt(gamma) each and the rope part
+    of the query gets gamma, because its key is shared by all heads and stays as it is. All logits of the head shrink
+    by gamma. A head whose largest logit is not finite (or not positive) is left alone.
+
+    Args:
+        params: the whole tree, after the update.
+        max_logit_MH: largest scaled logit of the step by MLA layer and head, over the whole global batch.
+        threshold: tau, positive.
+        rows: path of each MLA module ("segments/0/runs/1/mixer") → its rows of `max_logit_MH`: one index, or for a
+            stack of N layers the N indices in the order of the stack.
+
+    Raises:
+        ValueError: a path of `rows` without `k_b` and one of `q_b`, `q_proj`.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    place = {"/".join(path_names(path)): i for i, (path, _) in enumerate(flat)}
+    leaves = [leaf for _, leaf in flat]
+    for module, row in rows.items():
+        key = place.get(f"{module}/k_b")
+        query = place.get(f"{module}/q_b", place.get(f"{module}/q_proj"))
+        if key is None or query is None:
+            raise ValueError(f"QK-clip: no MLA query and key weights under {module!r}")
+        logit_NH = max_logit_MH[np.asarray(row)]
+        clipped = jnp.isfinite(logit_NH) & (logit_NH > threshold)
+        gamma = jnp.where(clipped, threshold / jnp.where(clipped, logit_NH, threshold), 1.0)[..., None, :, None]
+        nope = leaves[key].shape[-1]
+        is_nope_C = jnp.arange(leaves[query].shape[-1]) < nope
+        leaves[key] = (leaves[key] * jnp.sqrt(gamma)).astype(leaves[key].dtype)
+        leaves[query] = (leaves[query] * jnp.where(is_nope_C, jnp.sqrt(gamma), gamma)).astype(leaves[query].dtype)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def path_names(path: tuple[Any, ...]) -> list[str]:
+    """A key path as names; the `.value` level of Flax variables is left out."""
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return parts[:-1] if parts[-1] == "value" else parts
+
+
+def _leaf(path: tuple[Any, ...], x: Any, config: OptimizerConfig) -> Leaf:
+    where = "/".join(path_names(path))
+    name = path_names(path)[-1]
+    leaf = (config.muon_split_outputs and _SPLIT_OUTPUTS.get(name)) or LEAVES.get(name)
+    if leaf is None:
+        raise ValueError(
+            f"the optimizer does not know how to train parameter {where!r} {tuple(x.shape)}: name it in LEAVES"
+        )
+    if leaf.layout and x.ndim - len(leaf.layout) not in (0, 1):
+        raise ValueError(
+            f"parameter {where!r} has shape {tuple(x.shape)}; Muon expects {len(leaf.layout)} axes ({leaf.layout}), "
+            "or one more in front for a stack of layers"
+        )
+    return leaf
+
+
+def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
+    def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        layout = _leaf(path, update, config).layout
+
+        def orthogonalize(update: jax.Array) -> jax.Array:
+            return _orthogonalize(update, layout.rjust(update.ndim, "b"), config)
+
+        explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
+        if explicit_axes:
+            # Newton-Schulz reshapes and transposes blocks: the partitioner finds the layouts, the result keeps ours.
+            spec = jax.typeof(update).sharding.spec
+            auto = jax.sharding.auto_axes(orthogonalize, axes=explicit_axes, out_sharding=spec)
+            orthogonalize = cast(Callable[[jax.Array], jax.Array], auto)
+        return orthogonalize(update)
+
+    return jax.tree_util.tree_map_with_path(one, updates)
+
+
+def _orthogonalize(update: jax.Array, layout: str, config: OptimizerConfig) -> jax.Array:
+    """Newton-Schulz on every block of a leaf, scaled so that an orthogonal block has RMS `muon_rms`."""
+    block = layout.replace("b", "")
+    dims = MuonDimensionNumbers(
+        reduction_axis=tuple(i for i, axis in enumerate(block) if axis == "r"),
+        output_axis=tuple(i for i, axis in enumerate(block) if axis == "c"),
+    )
+    # optax exports Newton-Schulz only inside its Muon. Without momentum and with a state made on the spot that is a
+    # pure function: the real momentum stays float32 when the iteration runs in bfloat16, and there is no second one.
+    muon = scale_by_muon(
+        ns_steps=config.muon_ns_steps, beta=0.0, nesterov=False, weight_dimension_numbers=cast(Any, dims)
+    )
+
+    def on_block(x: jax.Array) -> jax.Array:
+        return cast(jax.Array, muon.update(x, muon.init(x))[0])
+
+    # One vmap per axis, highest first: flattening them together would gather an expert axis that is sharded.
+    for axis, letter in enumerate(layout):
+        if letter == "b":
+            on_block = jax.vmap(on_block, in_axes=axis, out_axes=axis)
+    size = {letter: math.prod(n for n, axis in zip(update.shape, layout) if axis == letter) for letter in "rc"}
+    # TF32 would make the float32 setting a lie on NVIDIA GPUs.
+    with jax.default_matmul_precision("default" if config.muon_ns_dtype == "bfloat16" else "highest"):
+        orthogonal = on_block(update.astype(config.muon_ns_dtype))
+    return orthogonal.astype(update.dtype) * (config.muon_rms * math.sqrt(max(size.values())))
