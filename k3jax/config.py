@@ -229,6 +229,7 @@ class DataConfig:
         _require(self.sequence_length >= 2, "DataConfig.sequence_length must be at least 2")
         _require(0 < self.validation_percent < 100, "DataConfig.validation_percent must be in 1..99")
         _require(self.min_bytes >= 0, "DataConfig.min_bytes must be ≥ 0")
+        _require(self.prefetch >= 0, "DataConfig.prefetch must be ≥ 0")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,329 @@
+"""Batches of packed text whose order does not depend on the number of loading processes, and whose state is tiny.
+
+Global step s is rows s·B … s·B + B - 1 of the line of rows that `k3jax.data.packing` defines; process i of n yields the
+i-th n-th of them. The state is the number of the next row and one cursor per virtual shard. Restoring it seeks, it
+replays nothing, and may change the number of processes, the batch size and the sequence length.
+
+A process tokenises only the shards whose rows it yields. If `virtual_shards` is a multiple of the global batch size,
+no shard belongs to two processes; otherwise the rows are the same but shared shards are tokenised by all their readers.
+
+    >>> from k3jax.config import DataConfig
+    >>> data = open_data(DataConfig(sequence_length=128, batch_size=4))
+    >>> with data.train_loader() as loader:
+    ...     batch = next(loader)      # tokens, targets, segment_ids, loss_mask, document_ids: [4, 128]
+    ...     state = loader.get_state()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grain
+import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
+
+from k3jax.config import DataConfig
+from k3jax.data.packing import Batch, DocumentOrder, Packer, TokenStore, empty_batch
+from k3jax.data.sources import DataError, Documents, open_documents
+from k3jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+
+State = dict[str, Any]
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is read and by whom.
+
+    Attributes:
+        identity: what a saved state must agree on with the loader that restores it.
+        batches: after which the loader ends; None never.
+    """
+
+    order: DocumentOrder
+    store: TokenStore
+    virtual_shards: int
+    sequence_length: int
+    batch_size: int
+    process_index: int
+    process_count: int
+    batches: int | None
+    identity: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_index < self.process_count:
+            raise DataError(f"process {self.process_index} of {self.process_count} does not exist")
+        if self.batch_size % self.process_count:
+            raise DataError(
+                f"data.batch_size {self.batch_size} cannot be split over {self.process_count} loading processes"
+            )
+
+    @property
+    def own(self) -> range:
+        """Rows of each global batch that this process yields."""
+        rows = self.batch_size // self.process_count
+        return range(self.process_index * rows, (self.process_index + 1) * rows)
+
+    def packer(self) -> Packer:
+        return Packer(self.order, self.store.tokens, self.virtual_shards, self.sequence_length)
+
+    def shards_from(self, first_row: int) -> np.ndarray:
+        """bool [V]: shards that this process will ever read if batches start at `first_row`.
+
+        Over all steps s, row first_row + s·B + j comes from every shard congruent to first_row + j modulo gcd(V, B).
+        """
+        period = math.gcd(self.virtual_shards, self.batch_size)
+        classes = {(first_row + j) % period for j in self.own}
+        return np.array([shard % period in classes for shard in range(self.virtual_shards)])
+
+
+class _RowDataset(grain.IterDataset[Batch]):
+    def __init__(self, rows: Rows):
+        super().__init__()
+        self._rows = rows
+
+    def __iter__(self) -> _RowIterator:
+        return _RowIterator(self._rows)
+
+
+class _RowIterator(grain.DatasetIterator[Batch]):
+    """Packs in the caller's thread. Its state holds an array, which prefetching copies faster than lists."""
+
+    def __init__(self, rows: Rows):
+        super().__init__()
+        self._rows, self._packer = rows, rows.packer()
+        self._next_row = 0
+        self._mine = rows.shards_from(0)
+
+    def __next__(self) -> Batch:
+        self._assert_not_closed()
+        rows, packer, own = self._rows, self._packer, self._rows.own
+        if rows.batches is not None and self._next_row >= rows.batches * rows.batch_size:
+            raise StopIteration
+        batch = empty_batch(len(own), rows.sequence_length)
+        for j in range(rows.batch_size):
+            shard = (self._next_row + j) % rows.virtual_shards
+            if j in own:
+                packer.fill(shard, batch, j - own.start)
+            elif self._mine[shard]:
+                packer.skip(shard)
+        self._next_row += rows.batch_size
+        return batch
+
+    def get_state(self) -> State:
+        return {"next_row": self._next_row, "cursors": np.where(self._mine[:, None], self._packer.cursors, -1)}
+
+    def set_state(self, state: State) -> None:
+        mine = self._rows.shards_from(state["next_row"])
+        if (unknown := np.flatnonzero(mine & (state["cursors"][:, 0] < 0))).size:
+            raise DataError(
+                f"the saved state has no cursor for {unknown.size} virtual shards that process "
+                f"{self._rows.process_index} of {self._rows.process_count} reads, {unknown[0]} first: it was saved by "
+                "one of several processes; pass the states of all of them through merge_states"
+            )
+        self._next_row, self._mine = state["next_row"], mine
+        self._packer.seek(state["cursors"])
+
+
+class Loader(grain.DatasetIterator[Batch]):
+    """Iterator over batches, read ahead in a thread. Close it, or use it as a context manager.
+
+    Implements grain's state methods and Orbax's stateful protocol: each process saves the cursors of the shards it
+    reads, and restoring reads those of all processes, however many they were. The state is that of the last batch
+    handed out; batches read ahead do not count.
+    """
+
+    def __init__(self, rows: Rows, prefetch: int):
+        super().__init__(iter(ThreadPrefetchIterDataset(_RowDataset(rows), prefetch_buffer_size=prefetch)))
+        self._identity, self._batch_size = rows.identity, rows.batch_size
+        self._inner = list(self._parents)
+        self._parents = ()
+        # Also runs when the interpreter exits, before modules are torn down: grain's own __del__ would fail then.
+        self._finalizer = weakref.finalize(self, _close_all, self._inner)
+
+    def __next__(self) -> Batch:
+        """The next batch, see `packing.empty_batch`; rows of this process only.
+
+        Raises:
+            DataError: a file has become unreadable or holds a bad record.
+        """
+        return next(self._reader())
+
+    def get_state(self) -> State:
+        """Plain JSON types: version, identity of the data, next global row, and per virtual shard [documents finished,
+        tokens taken of the next one], None for shards that other processes read."""
+        state = self._reader().get_state()
+        cursors = [None if c[0] < 0 else c for c in state["cursors"].tolist()]
+        return {"version": _STATE_VERSION, **self._identity, "next_row": state["next_row"], "cursors": cursors}
+
+    def set_state(self, state: State) -> None:
+        """Seeks. Sequence length, batch size and number of processes may differ from those that saved the state.
+
+        Raises:
+            DataError: the state is of other data, another tokenizer, seed or number of shards, or lacks cursors.
+        """
+        expected = {"version": _STATE_VERSION, **self._identity}
+        wrong = [
+            f"{name}: saved {state.get(name)!r}, now {now!r}"
+            for name, now in expected.items()
+            if state.get(name) != now
+        ]
+        if wrong:
+            raise DataError(f"the saved position is not one in this data; {'; '.join(wrong)}")
+        cursors = np.array([c or (-1, -1) for c in state["cursors"]], np.int64)
+        self._reader().set_state({"next_row": state["next_row"], "cursors": cursors})
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Orbax's stateful protocol; `save` is grain's, a file `process_I-of-N.json` for each process."""
+
+        async def read() -> None:
+            paths = sorted(directory.glob("process_*-of-*.json"))
+            if not paths or any(not p.name.endswith(f"-of-{len(paths)}.json") for p in paths):
+                raise DataError(f"{directory} lacks the loader state of some process; found {[p.name for p in paths]}")
+            self.set_state(merge_states([json.loads(p.read_text()) for p in paths]))
+
+        return read()
+
+    def start_prefetch(self) -> None:
+        """Starts reading ahead now, while a model is being restored for instance."""
+        self._reader().start_prefetch()
+
+    def close(self) -> None:
+        """Stops the thread; the loader cannot be used any more. Closing twice does nothing."""
+        self._closed = True
+        self._finalizer()
+
+    def _reader(self) -> grain.DatasetIterator[Batch]:
+        self._assert_not_closed()
+        return self._inner[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"Loader({self._identity['source']}, batch_size={self._batch_size})"
+
+
+def _close_all(iterators: list[grain.DatasetIterator[Batch]]) -> None:
+    while iterators:
+        iterators.pop().close()
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """The state of a whole job from those of its processes, for a job with another number of processes.
+
+    Raises:
+        DataError: the states are not of one step of one job.
+    """
+    first, *others = states
+    merged = dict(first)
+    for state in others:
+        if {**state, "cursors": None} != {**first, "cursors": None}:
+            raise DataError("loader states of different steps or different data cannot be merged")
+        for mine, theirs in zip(merged["cursors"], state["cursors"]):
+            if mine is not None and theirs is not None and mine != theirs:
+                raise DataError(f"loader states disagree about a virtual shard: {mine} and {theirs}")
+        merged["cursors"] = [b if a is None else a for a, b in zip(merged["cursors"], state["cursors"])]
+    return merged
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A source, a tokenizer and the split. Made by `open_data`.
+
+    Attributes:
+        train, validation: indices into `documents`, int64.
+    """
+
+    config: DataConfig
+    documents: Documents
+    tokenizer: Tokenizer
+    store: TokenStore
+    train: np.ndarray
+    validation: np.ndarray
+
+    def train_loader(self, process_index: int = 0, process_count: int = 1) -> Loader:
+        """Endless shuffled training batches of `batch_size / process_count` rows.
+
+        Raises:
+            DataError: `batch_size` cannot be split over the processes.
+        """
+        order = DocumentOrder(self.train, self.config.seed)
+        return self._loader(order, self.config.virtual_shards, process_index, process_count)
+
+    def validation_loader(
+        self, num_batches: int | None = None, process_index: int = 0, process_count: int = 1
+    ) -> Loader:
+        """The same batches every time: at most `num_batches`, or every held-out document exactly once.
+
+        Each row of the batch reads its own documents on end. Rows that run out end in padding.
+        """
+        order = DocumentOrder(self.validation, seed=None, epochs=1)
+        return self._loader(order, self.config.batch_size, process_index, process_count, num_batches)
+
+    def _loader(
+        self, order: DocumentOrder, virtual_shards: int, index: int, count: int, num_batches: int | None = None
+    ) -> Loader:
+        config = self.config
+        batches = None
+        if order.epochs is not None:
+            packer = Packer(order, self.store.tokens, virtual_shards, config.sequence_length)
+            batches = packer.rows_left(num_batches)
+        identity = {
+            "source": self.documents.files_hash,
+            "documents": len(order.documents),
+            "tokenizer": self.tokenizer.fingerprint,
+            "seed": order.seed,
+            "virtual_shards": virtual_shards,
+        }
+        rows = Rows(
+            order,
+            self.store,
+            virtual_shards,
+            config.sequence_length,
+            config.batch_size,
+            index,
+            count,
+            batches,
+            identity,
+        )
+        return Loader(rows, config.prefetch)
+
+    def describe(self) -> dict[str, str | int]:
+        """For the log at the start of a run."""
+        return {
+            "source": self.documents.source,
+            "files": len(self.documents.files),
+            "files_hash": self.documents.files_hash[:16],
+            "bytes": self.documents.text_bytes,
+            "skipped_files": len(self.documents.skipped),
+            "train_documents": len(self.train),
+            "validation_documents": len(self.validation),
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_vocab_size": self.tokenizer.vocab_size,
+        }
+
+
+def open_data(config: DataConfig, vocab_size: int | None = None) -> TextData:
+    """Opens source and tokenizer, checks both and splits.
+
+    Args:
+        vocab_size: the model's, to refuse a tokenizer that exceeds it.
+
+    Raises:
+        DataError: anything wrong with the data, see `open_documents`, `load_tokenizer` and `check_vocabulary`.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    documents = open_documents(config.source, config.text_field, config.min_bytes)
+    train, validation = documents.split(config.validation_percent)
+    return TextData(config, documents, tokenizer, TokenStore(documents, tokenizer), train, validation)
