@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -102,6 +101,8 @@ def shardings(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """`NamedSharding` of every parameter of a (possibly abstract) module, with the module's own structure."""
 
     def place(leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Variable) and not jax.tree.leaves(leaf):
+            return leaf  # optax keeps an empty node for a parameter that another transformation trains
         if isinstance(leaf, nnx.Variable):
             value = NamedSharding(mesh, spec(*logical_axes(leaf)))
             return jax.tree.map(lambda _: value, leaf)
@@ -110,19 +111,15 @@ def shardings(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _batch_axes() -> tuple[str, ...]:
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return tuple(a for a in RULES["batch"] if sizes.get(a, 1) > 1)
-
-
 def batch_island(fn: Callable[..., Any], *args: Any, batched: tuple[bool, ...]) -> Any:
-    """Runs `fn` on each device's rows of the batch (`jax.shard_map` over the batch axes).
+    """Runs `fn` on each device's rows of the batch (`jax.shard_map` over the axes that the batch is sharded on).
 
     `batched[i]` says whether every array in `args[i]` has a leading batch axis; the others are replicated.
     `fn` returns `(batched outputs, replicated outputs)`; the latter must already be reduced by `batch_sum` or
-    `batch_max`.
+    `batch_max`. A plain call when the batch is not sharded.
     """
-    axes = _batch_axes()
+    first = jax.tree.leaves(args[batched.index(True)])[0]
+    axes = _sharded_on(first)
     if not axes:
         return fn(*args)
     in_specs = tuple(P(axes) if b else P() for b in batched)
@@ -130,27 +127,31 @@ def batch_island(fn: Callable[..., Any], *args: Any, batched: tuple[bool, ...]) 
     return jax.shard_map(fn, in_specs=in_specs, out_specs=(P(axes), P()), check_vma=False)(*args)
 
 
+def _sharded_on(x: jax.Array) -> tuple[str, ...]:
+    """Mesh axes of the leading dimension of `x`."""
+    spec = jax.typeof(x).sharding.spec
+    entry = spec[0] if len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _island_axes() -> tuple[str, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in RULES["batch"] if a in mesh.manual_axes and mesh.shape[a] > 1)
+
+
 def batch_sum(x: jax.Array) -> jax.Array:
     """Sum over the devices of a `batch_island`; the identity outside one."""
-    axes = _batch_axes()
+    axes = _island_axes()
     return jax.lax.psum(x, axes) if axes else x
 
 
 def batch_max(x: jax.Array) -> jax.Array:
     """Maximum over the devices of a `batch_island`; the identity outside one."""
-    axes = _batch_axes()
+    axes = _island_axes()
     return jax.lax.pmax(jax.lax.stop_gradient(x), axes) if axes else x
 
 
-def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
-    """Reshards `x` to its logical axes; the identity when no mesh is set."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.sharding.reshard(x, spec(*logical))
-
-
 def embed_lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Rows of an embedding table, batch-sharded like `ids_BT` → [B, T, D]."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return jnp.take(table_VD, ids_BT, axis=0)
-    return table_VD.at[ids_BT].get(out_sharding=spec("batch", "sequence", "embed"))
+    """Rows of an embedding table, sharded like `ids_BT` → [B, T, D]."""
+    ids = jax.typeof(ids_BT).sharding
+    return table_VD.at[ids_BT].get(out_sharding=NamedSharding(ids.mesh, P(*ids.spec, None)))

@@ -1,0 +1,253 @@
+"""Text from a trained model: one prefill pass, then cached decoding token by token.
+
+    python -m k3jax.generate RUN_DIR --prompt "def " --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+
+The cache holds KDA states and convolution tails (constant size) and MLA latents (one row a token); a decode step uses
+the absorbed form of MLA. Prefill plus decode equals one full pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from k3jax.checkpoint.store import CheckpointError, CheckpointStore
+from k3jax.config import ConfigError, RunConfig, from_dict
+from k3jax.data.sources import DataError
+from k3jax.data.tokenizers import StreamDecoder, Tokenizer, check_tokens, load_tokenizer
+from k3jax.model.k3 import K3, Cache, init_cache
+from k3jax.sharding import shardings
+from k3jax.train.state import abstract_params
+
+_BUCKET = 64  # prompts are padded on the left to a multiple, so that few lengths are compiled
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model and what is needed to use it."""
+
+    model: K3
+    router_bias: jax.Array
+    tokenizer: Tokenizer
+    config: RunConfig
+    step: int
+
+
+def load(run_dir: str | Path, step: int | None = None) -> Loaded:
+    """Model, router biases and tokenizer of a run (default: its latest checkpoint); optimizer state is not read.
+
+    Arrays land on the current mesh, or on the first device when none is set.
+
+    Raises:
+        CheckpointError: no checkpoint there.
+    """
+    store = CheckpointStore(Path(run_dir) / "checkpoints", read_only=True)
+    try:
+        step = step if step is not None else store.latest
+        config = from_dict(RunConfig, store.read_record(step).config)
+        shapes = {
+            "params": abstract_params(config.model),
+            "router_bias": jax.ShapeDtypeStruct(
+                (config.model.num_moe_layers, config.model.moe.num_experts), jnp.float32
+            ),
+        }
+        mesh = jax.sharding.get_mesh()
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda _: device, shapes) if mesh.empty else shardings(shapes, mesh)
+        abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, places)
+        loaded = store.load("model", abstract, step)
+    finally:
+        store.close()
+    return Loaded(loaded["params"], loaded["router_bias"], load_tokenizer(config.data.tokenizer), config, step or 0)
+
+
+def sample(logits_BV: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Draws ids [B] from logits; temperature 0 takes the most likely, `top_p` keeps the smallest likeliest set.
+
+    The likeliest token is always kept.
+    """
+    scaled = logits_BV.astype(jnp.float32) / jnp.maximum(temperature, 1e-6)
+    order = jnp.argsort(-scaled, axis=-1)
+    probabilities = jax.nn.softmax(jnp.take_along_axis(scaled, order, axis=-1), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = jnp.where(before < top_p, jnp.log(probabilities), -jnp.inf)
+    drawn = jax.random.categorical(key, kept.at[:, 0].max(jnp.log(probabilities[:, 0])))
+    drawn = jnp.where(temperature <= 0, 0, drawn)
+    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+@jax.jit
+def prefill(
+    model: K3, router_bias: jax.Array, tokens_BT: jax.Array, segment_ids: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Logits after the last token [B, V] and the filled cache; padding stands on the left."""
+    x, aux = model.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache)
+    assert aux.cache is not None
+    return _logits(model, x), aux.cache
+
+
+@partial(jax.jit, donate_argnames="cache")
+def decode(model: K3, router_bias: jax.Array, token_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Logits after one more token [B, V] and the cache with it."""
+    x, aux = model.features(token_B[:, None], router_bias=router_bias, cache=cache)
+    assert aux.cache is not None
+    return _logits(model, x), aux.cache
+
+
+def _logits(model: K3, x_BTD: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    return jnp.einsum("bd,dv->bv", x_BTD[:, -1], model.lm_head[...].astype(x_BTD.dtype), preferred_element_type=wide)
+
+
+_sample = jax.jit(sample)
+
+
+def generate_tokens(
+    model: K3,
+    router_bias: jax.Array,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yields ids one by one until `max_tokens` or the id `stop` (which is not yielded).
+
+    Raises:
+        ValueError: an empty prompt, a negative temperature, or `top_p` outside (0, 1].
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token (the tokenizer's bos_id, for instance)")
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature must be ≥ 0 and top_p in (0, 1], got {temperature} and {top_p}")
+    padded = -(-len(prompt) // _BUCKET) * _BUCKET
+    length = -(-(padded + max_tokens) // _BUCKET) * _BUCKET
+    tokens = np.zeros((1, padded), np.int32)
+    tokens[0, padded - len(prompt) :] = prompt
+    segment_ids = (np.arange(padded) >= padded - len(prompt)).astype(np.int32)[None]
+    cache = init_cache(model.config, 1, length)
+    logits, cache = prefill(model, router_bias, jnp.asarray(tokens), jnp.asarray(segment_ids), cache)
+    key = jax.random.key(seed)
+    for i in range(max_tokens):
+        drawn = _sample(logits, jax.random.fold_in(key, i), jnp.float32(temperature), jnp.float32(top_p))
+        token = int(drawn[0])
+        if token == stop:
+            return
+        yield token
+        if i + 1 < max_tokens:
+            logits, cache = decode(model, router_bias, drawn, cache)
+
+
+def stream_text(
+    model: K3,
+    router_bias: jax.Array,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 200,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Yields the continuation of `prompt` as pieces of text, as soon as each is complete; stops at end of text.
+
+    Raises:
+        DataError: the prompt holds an id outside the model's vocabulary.
+        ValueError: see `generate_tokens`.
+    """
+    ids = tokenizer.encode(prompt) or [tokenizer.bos_id]
+    check_tokens(ids, tokenizer, model.config.vocab_size)
+    decoder = StreamDecoder(tokenizer)
+    tokens = generate_tokens(
+        model,
+        router_bias,
+        ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tokenizer.eos_id,
+    )
+    for token in tokens:
+        yield decoder.feed(token) if token < tokenizer.vocab_size else "\N{REPLACEMENT CHARACTER}"
+    yield decoder.flush()
+
+
+def generate_text(
+    model: K3,
+    router_bias: jax.Array,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 200,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation as one string; arguments as for `stream_text`."""
+    pieces = stream_text(
+        model,
+        router_bias,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    return prompt + "".join(pieces)
+
+
+def main(
+    run_dir: Annotated[str, tyro.conf.Positional],
+    /,
+    prompt: str = "def ",
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+) -> None:
+    """Continue a prompt with a trained model, streaming.
+
+    Args:
+        run_dir: directory of a training run.
+        prompt: text to continue.
+        max_tokens: how many tokens to add at most.
+        temperature: 0 is greedy.
+        top_p: nucleus; 1 keeps all.
+        seed: same seed, same text.
+        step: checkpoint to use; the latest if left out.
+    """
+    loaded = load(run_dir, step)
+    print(prompt, end="", flush=True)
+    for piece in stream_text(
+        loaded.model,
+        loaded.router_bias,
+        loaded.tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    ):
+        print(piece, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except (CheckpointError, ConfigError, DataError, ValueError) as error:
+        sys.exit(f"error: {error}")
