@@ -48,6 +48,11 @@ def default_implementation() -> Implementation:
     return "xla"
 
 
+def default_block_size() -> int:
+    """Tokens in a block on this backend: what stays in a CPU's cache, or keeps a GPU's matrix units fed."""
+    return 128 if jax.default_backend() == "cpu" else 512
+
+
 def attention(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -58,7 +63,7 @@ def attention(
     kv_segment_ids: jax.Array | None = None,
     q_offset: int | jax.Array = 0,
     implementation: Implementation | None = None,
-    block_size: int = 512,
+    block_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal, document-masked softmax attention.
 
@@ -68,7 +73,7 @@ def attention(
         q_offset: position of the first query among the keys: an int, a scalar, or one per row [B].
         implementation: "reference" holds all T × S logits; "xla" holds one block of them per head at a time, forward
             and backward, and skips blocks in the future when `q_offset` is an int.
-        block_size: largest number of queries and of keys in a block ("xla").
+        block_size: largest number of queries and of keys in a block ("xla"); None: `default_block_size()`.
 
     Returns:
         o [B, T, H, V] in at least float32, and the largest scaled logit of each head [H] over all (query, key) pairs
@@ -77,6 +82,7 @@ def attention(
     Raises:
         ValueError: shapes that do not fit, or an unknown implementation.
     """
+    block_size = default_block_size() if block_size is None else block_size
     _check(q_BTHK, k_BSHK, v_BSHV, segment_ids, kv_segment_ids, block_size)
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids

@@ -43,6 +43,6 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
 
     return [cast(x) for x in arrays]

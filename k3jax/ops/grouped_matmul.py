@@ -23,7 +23,7 @@ from k3jax.ops.common import einsum, vary_alike, wide, wide_dtype
 
 Implementation = Literal["reference", "ragged", "blocked"]
 
-_BATCH_ELEMENTS = 2**28  # gathered weights held at once by "blocked": 512 MiB in bf16
+_BATCH_ELEMENTS = 2**29  # of gathered weights held at once by "blocked": 1 GiB in bf16, 2 GiB for their gradient
 
 
 class GroupLayout(NamedTuple):
@@ -36,8 +36,8 @@ class GroupLayout(NamedTuple):
 
 
 def padded_rows(num_slots: int, num_experts: int, align: int) -> int:
-    """Rows that hold any split of `num_slots` into groups padded to multiples of `align`."""
-    return -(-(num_slots + num_experts * (align - 1)) // align) * align
+    """Rows that hold any split of `num_slots` into groups padded to multiples of `align`, and no more."""
+    return (num_slots + min(num_experts, num_slots) * (align - 1)) // align * align
 
 
 def group_layout(experts_NK: jax.Array, valid_NK: jax.Array | None, num_experts: int, align: int = 1) -> GroupLayout:
@@ -49,7 +49,7 @@ def group_layout(experts_NK: jax.Array, valid_NK: jax.Array | None, num_experts:
     """
     N, K = experts_NK.shape
     M = padded_rows(N * K, num_experts, align)
-    expert = experts_NK.reshape(-1).astype(jnp.int32)
+    expert = jnp.asarray(experts_NK, jnp.int32).reshape(-1)
     if valid_NK is not None:
         expert = jnp.where(valid_NK.reshape(-1), expert, num_experts)
     counts = jnp.sum(expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
@@ -80,7 +80,7 @@ def combine(y_MD: jax.Array, layout: GroupLayout, weights_NK: jax.Array) -> jax.
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """`x[index]`, 0 where the index is past the end."""
-    return x.at[index].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
@@ -243,11 +243,13 @@ def _block_product(subscripts: str, x_bac: jax.Array, w_EDF: jax.Array, group_b:
         w_DF = jax.lax.dynamic_index_in_dim(w_EDF, group, keepdims=False)
         return jnp.where(group < w_EDF.shape[0], einsum(subscripts, x_ac, w_DF), 0).astype(dtype)
 
-    return jax.lax.map(lambda block: one(*block), (x_bac, group_b), batch_size=_batch(w_EDF))
+    return jax.lax.map(lambda block: one(*block), (x_bac, group_b), batch_size=_batch(len(group_b), w_EDF))
 
 
-def _batch(w_EDF: jax.Array) -> int:
-    return max(1, _BATCH_ELEMENTS // (w_EDF.shape[1] * w_EDF.shape[2]))
+def _batch(blocks: int, w_EDF: jax.Array) -> int:
+    """Blocks whose matrices are gathered at once, in batches as even as can be."""
+    batches = -(-blocks * w_EDF.shape[1] * w_EDF.shape[2] // _BATCH_ELEMENTS)
+    return -(-blocks // min(max(batches, 1), blocks))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -274,7 +276,7 @@ def _blocked_bwd(align: int, dtype: jnp.dtype, residuals, dy_MF: jax.Array):
         member_bE = jax.nn.one_hot(group_b, E, dtype=wide_dtype(x_baD.dtype))
         return einsum("be,bdf->edf", member_bE, einsum("bad,baf->bdf", x_baD, dy_baF))
 
-    size = _batch(w_EDF)
+    size = _batch(len(group_b), w_EDF)
     full = len(group_b) // size * size
     dw = jnp.zeros_like(w_EDF, dtype=wide_dtype(w_EDF.dtype))
     if full:
