@@ -35,7 +35,7 @@ def qb_histogram(
     experts_per_token: int,
     bins: int,
     mask_N: jax.Array | None = None,
-    threshold_N: jax.Array | None = None,
+    alpha_N: jax.Array | None = None,
 ) -> jax.Array:
     """Counts of the margins of every expert in uniform bins over [min b − 1, max b + 1].
 
@@ -45,7 +45,7 @@ def qb_histogram(
         experts_per_token: k, below E.
         bins: number of bins X.
         mask_N: true for tokens that count; padding must be false. None counts every token.
-        threshold_N: alpha when the router has it already (`qb_threshold`); None computes it.
+        alpha_N: alpha when the router has it already (`qb_threshold`); None computes it.
 
     Returns:
         int32 [E, X]; every row sums to the number of counted tokens. Carries no gradient. With a mesh in Explicit mode
@@ -55,15 +55,15 @@ def qb_histogram(
     if not 0 < experts_per_token < num_experts:
         raise ValueError(f"quantile balancing needs 0 < experts_per_token < {num_experts}, got {experts_per_token}")
     scores_NE, bias_E = jax.lax.stop_gradient((scores_NE, bias_E))
-    if threshold_N is None:
-        threshold_N = qb_threshold(scores_NE, bias_E, experts_per_token)
+    if alpha_N is None:
+        alpha_N = qb_threshold(scores_NE, bias_E, experts_per_token)
     if mask_N is None:
-        mask_N = jnp.ones_like(threshold_N, dtype=bool)
+        mask_N = jnp.ones_like(alpha_N, dtype=bool)
 
-    def count(scores_NE, bias_E, threshold_N, mask_N):
+    def count(scores_NE, bias_E, alpha_N, mask_N):
         lo, hi = _range(bias_E)
-        bin_NE = jnp.floor((threshold_N[..., None] - scores_NE - lo) * bins / (hi - lo)).astype(jnp.int32)
-        flat_NE = jnp.clip(bin_NE, 0, bins - 1) + bins * jnp.arange(num_experts)
+        bin_NE = jnp.floor((alpha_N[..., None] - scores_NE - lo) * bins / (hi - lo))
+        flat_NE = jnp.clip(bin_NE, 0, bins - 1).astype(jnp.int32) + bins * jnp.arange(num_experts)
         counted_NE = jnp.broadcast_to(mask_N[..., None], flat_NE.shape).astype(jnp.int32)
         return jnp.zeros(num_experts * bins, jnp.int32).at[flat_NE].add(counted_NE).reshape(num_experts, bins)
 
@@ -72,7 +72,7 @@ def qb_histogram(
         # A scatter of sharded updates into one histogram is a sum over devices: only the partitioner writes that.
         auto = jax.sharding.auto_axes(count, axes=explicit_axes, out_sharding=PartitionSpec())
         count = cast(Callable[..., jax.Array], auto)
-    return count(scores_NE, bias_E, jax.lax.stop_gradient(threshold_N), mask_N)
+    return count(scores_NE, bias_E, jax.lax.stop_gradient(alpha_N), mask_N)
 
 
 def qb_update(histogram_EX: jax.Array, bias_E: jax.Array, *, experts_per_token: int, ema: float = 0.0) -> jax.Array:

@@ -143,7 +143,7 @@ def test_no_counted_token_leaves_the_bias_alone():
 
 def test_threshold_of_the_router_gives_the_same_histogram():
     s, b = scores(20, 256), bias(21)
-    given = histogram(s, b, experts_per_token=K, threshold_N=qb_threshold(s, b, K))
+    given = histogram(s, b, experts_per_token=K, alpha_N=qb_threshold(s, b, K))
     np.testing.assert_array_equal(given, histogram(s, b, experts_per_token=K))
 
 
