@@ -1,0 +1,189 @@
+"""Kimi Delta Attention (KDA): a delta-rule recurrence with a decay per channel.
+
+Source: Kimi Linear (arXiv 2510.26692) and the Kimi K3 report (arXiv 2607.24653). Example:
+
+    o = kda(q, k, v, g, beta_logit, A_log=A_log, dt_bias=dt_bias, gate="lower_bound", beta_is_logit=True, qk_l2norm=True)
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from .chunkwise import kda_chunkwise
+from .gates import Activation, Gate, activate
+from .intra import TILE
+from .reference import kda_reference, recurrence_step
+
+__all__ = ["Implementation", "kda", "kda_step", "resolve_implementation"]
+
+Implementation = Literal["reference", "xla"]
+
+
+def resolve_implementation(implementation: Implementation | None = None) -> Implementation:
+    """The implementation that runs when `implementation` is asked for; None means the fastest, "xla"."""
+    if implementation is None:
+        return "xla"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"kda: unknown implementation {implementation!r}; there are {get_args(Implementation)}")
+    return implementation
+
+
+def kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    gate: Gate = "none",
+    lower_bound: float = -5.0,
+    beta_is_logit: bool = False,
+    qk_l2norm: bool = False,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    segment_ids: Array | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    return_final_state: bool = False,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
+    """Run KDA over whole sequences: `S <- Diag(e^g) S; S <- S + beta k (v - S^T k)^T; o = scale * S^T q` per head.
+
+    Args:
+      q, k: [B, T, H, K].
+      v: [B, T, H, V].
+      g: [B, T, H, K], the log-decay (never above 0), or the raw gate when `gate` is not "none".
+      beta: [B, T, H], in (0, 1), or its logit when `beta_is_logit`.
+      A_log: [H], log of the gate's rate per head. Needed by and only for a gate.
+      dt_bias: [H, K], added to the raw gate. Only for a gate.
+      gate: "lower_bound" (Kimi K3): `g = lower_bound * sigmoid(e^A_log (g + dt_bias))`; "softplus" (Kimi Linear):
+        `g = -e^A_log softplus(g + dt_bias)`.
+      lower_bound: in [-5, 0): 16 steps of -5 are what float32 can hold in one exponent.
+      qk_l2norm: divide q and k by the root of their sum of squares plus 1e-6.
+      scale: multiplies q, after its normalisation. Default K^-0.5.
+      initial_state: [B, H, K, V], of the first document of each row ([S, H, K, V] with `cu_seqlens`). Default zeros.
+      segment_ids: [B, T] int, the document of each token. A new id resets the state. 0 is padding: it freezes the state,
+        its output is 0 and its gradients are 0; an id that goes on after padding goes on with its state.
+      cu_seqlens: [S + 1] int, from 0: S sequences packed end to end in one row (B = 1, no `segment_ids`), sequence s being
+        tokens cu_seqlens[s] to cu_seqlens[s + 1]; length 0 is allowed. Tokens past the last one are padding.
+      return_final_state: also return the state after the last real token of each row (of each sequence).
+      chunk_size: tokens per chunk of the chunkwise form, a multiple of 16. Changes speed, not results.
+      implementation: "reference" (token by token), "xla" (chunkwise); None is `resolve_implementation()`.
+
+    Returns:
+      o [B, T, H, V] in the dtype of v; with `return_final_state`, (o, state [B or S, H, K, V] in at least float32).
+      Gates, norms, sums of decay and state are at least float32. Matrix products take bfloat16 operands when q, k
+      and v are all bfloat16, and accumulate in float32.
+
+    Raises:
+      ValueError: an argument has the wrong shape or value, or arguments exclude each other.
+    """
+    chosen = resolve_implementation(implementation)
+    how = _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, "BTHKV")
+    rows = q.shape[0]
+    if cu_seqlens is not None:
+        cu_seqlens = jnp.asarray(cu_seqlens)
+        rows = _checked_sequences(cu_seqlens, segment_ids, q.shape[0])
+    if segment_ids is not None:
+        _expect("segment_ids", segment_ids, q.shape[:2], "[B, T]")
+        _expect_integers("segment_ids", segment_ids)
+    if initial_state is not None:
+        _expect("initial_state", initial_state, (rows, *q.shape[2:], v.shape[-1]), "[B or S, H, K, V]")
+    if chunk_size < TILE or chunk_size % TILE:
+        raise ValueError(f"kda: chunk_size must be a positive multiple of {TILE}, not {chunk_size}")
+    args = (q, k, v, g, beta, A_log, dt_bias, initial_state, segment_ids, cu_seqlens, how)
+    o, state = kda_reference(*args) if chosen == "reference" else kda_chunkwise(*args, chunk_size)
+    return (o, state) if return_final_state else o
+
+
+def kda_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
+    *,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    gate: Gate = "none",
+    lower_bound: float = -5.0,
+    beta_is_logit: bool = False,
+    qk_l2norm: bool = False,
+    scale: float | None = None,
+    active: Array | None = None,
+) -> tuple[Array, Array]:
+    """One token per sequence, for decoding: `kda` without its T axis.
+
+    Args:
+      q, k, g: [B, H, K]; v: [B, H, V]; beta: [B, H]; the rest as in `kda`.
+      state: [B, H, K, V] before the token, as `kda` or `kda_step` returned it.
+      active: [B] bool; the state of a row that is not active stays as it is, and its output is 0.
+
+    Returns:
+      (o [B, H, V] in the dtype of v, state [B, H, K, V] after the token, in at least float32).
+
+    Raises:
+      ValueError: as `kda`.
+    """
+    how = _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, "BHKV")
+    _expect("state", state, (*q.shape, v.shape[-1]), "[B, H, K, V]")
+    if active is not None:
+        _expect("active", active, q.shape[:1], "[B]")
+    inputs = activate(q, k, v, g, beta, A_log, dt_bias, how, active)
+    o, new_state = recurrence_step(state.astype(jnp.promote_types(state.dtype, inputs[0].dtype)), *inputs)
+    return o.astype(v.dtype), new_state
+
+
+def _expect(name: str, x: Array, shape: tuple[int, ...], axes: str) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"kda: {name} has shape {tuple(x.shape)}, expected {axes} = {shape}")
+
+
+def _expect_integers(name: str, x: Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"kda: {name} must be integers, not {x.dtype}")
+
+
+def _checked_sequences(cu_seqlens: Array, segment_ids: Array | None, batch: int) -> int:
+    """The number of sequences."""
+    if segment_ids is not None:
+        raise ValueError("kda: give cu_seqlens or segment_ids, not both")
+    if batch != 1:
+        raise ValueError(f"kda: cu_seqlens packs all sequences in one row, but q has B = {batch}; expected B = 1")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"kda: cu_seqlens has shape {cu_seqlens.shape}, expected [S + 1] with S >= 1")
+    _expect_integers("cu_seqlens", cu_seqlens)
+    return cu_seqlens.shape[0] - 1
+
+
+def _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, axes):
+    """Check what `kda` and `kda_step` share, with `axes` naming the axes of q and then V."""
+    names = "[" + ", ".join(axes[:-1]) + "]"
+    if q.ndim != len(axes) - 1 or 0 in q.shape:
+        raise ValueError(f"kda: q has shape {tuple(q.shape)}, expected {names}, no axis empty")
+    _expect("k", k, q.shape, names)
+    _expect("g", g, q.shape, names)
+    if v.ndim != q.ndim or v.shape[:-1] != q.shape[:-1] or v.shape[-1] == 0:
+        expected = ", ".join(map(str, q.shape[:-1]))
+        raise ValueError(f"kda: v has shape {tuple(v.shape)}, expected [{', '.join(axes[:-2])}, V] = ({expected}, V)")
+    _expect("beta", beta, q.shape[:-1], "[" + ", ".join(axes[:-2]) + "]")
+    if gate not in get_args(Gate):
+        raise ValueError(f"kda: unknown gate {gate!r}; there are {get_args(Gate)}")
+    if (A_log is None) != (gate == "none"):
+        raise ValueError(f"kda: gate={gate!r} {'takes no' if gate == 'none' else 'needs'} A_log")
+    if gate == "none" and dt_bias is not None:
+        raise ValueError("kda: gate='none' takes no dt_bias")
+    if A_log is not None:
+        _expect("A_log", A_log, q.shape[-2:-1], "[H]")
+    if dt_bias is not None:
+        _expect("dt_bias", dt_bias, q.shape[-2:], "[H, K]")
+    if not -5.0 <= lower_bound < 0.0:
+        raise ValueError(f"kda: lower_bound must be in [-5, 0), not {lower_bound}")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Activation(gate, float(lower_bound), beta_is_logit, qk_l2norm, scale)

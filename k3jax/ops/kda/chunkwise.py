@@ -1,0 +1,265 @@
+"""KDA chunk by chunk in plain JAX: matrix products inside chunks, one scan over the chunk states.
+
+In a chunk of C tokens with incoming state S and G the running sum of the log-decay (Kimi Linear, arXiv 2510.26692,
+chunkwise form):
+
+    M_ij = beta_i <k_i e^{G_i - G_j}, k_j>  (j < i)        T = (I + M)^-1
+    W = T Diag(beta) (K e^G)    U = T Diag(beta) V         V' = U - W S
+    A_ij = <q_i e^{G_i - G_j}, k_j>  (j <= i)              O = (Q e^G) S + A V'
+    S' = Diag(e^{G_C}) S + (K e^{G_C - G})^T V'
+
+Everything but the lines with S is computed for all chunks at once. The backward pass keeps the raw inputs and the chunk
+states, recomputes the rest, and runs one reverse scan.
+
+Shape suffixes: B batch, T time, N chunks, H heads, C tokens of a chunk, K key dim, V value dim, S sequences.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from .gates import Activation, activate, compute_dtype
+from .intra import TILE, decay_sums, matmul, tile_scores, unbounded_scores, unit_lower_inverse
+from .segments import Aligned, align_to_chunks, running_segment
+
+
+class Raw(NamedTuple):
+    """The differentiable inputs, as given."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    beta: Array
+    A_log: Array | None
+    dt_bias: Array | None
+    initial_state: Array | None
+
+
+class Layout(NamedTuple):
+    """Which tokens are real and whom they belong to; None where there is nothing to say."""
+
+    real_BT: Array | None = None
+    segment_BT: Array | None = None
+    aligned: Aligned | None = None
+
+
+class Terms(NamedTuple):
+    """What each chunk computes without its incoming state; chunks lead, so that they can be scanned over."""
+
+    q_NBHCK: Array  # reads the incoming state: q e^G
+    k_NBHCK: Array  # writes to the outgoing state: k e^{G_C - G}
+    w_NBHCK: Array
+    u_NBHCV: Array
+    a_NBHCC: Array
+    decay_NBHK: Array  # of the incoming state over the whole chunk
+
+
+def _chunked(x: Array, layout: Layout, chunk: int) -> Array:
+    """[B, T, H, ...] -> [N, B, H, C, ...], zeros at the end or between aligned sequences."""
+    if layout.aligned is not None:
+        x = jnp.take(x, layout.aligned.source, axis=1, mode="fill", fill_value=0)
+    chunks = max(1, -(-x.shape[1] // chunk))
+    x = jnp.pad(x, [(0, 0), (0, chunks * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(x.shape[0], chunks, chunk, *x.shape[2:])
+    return jnp.moveaxis(jnp.moveaxis(x, 3, 1), 2, 0)
+
+
+def _unchunked(x: Array, layout: Layout, length: int) -> Array:
+    """[N, B, H, C, ...] -> [B, T, H, ...]: the inverse of `_chunked` on real tokens, zero on the others."""
+    x = jnp.moveaxis(jnp.moveaxis(x, 0, 2), 1, 3)
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])
+    if layout.aligned is not None:
+        return jnp.take(x, layout.aligned.position, axis=1, mode="fill", fill_value=0)
+    return x[:, :length]
+
+
+def _terms(raw: Raw, layout: Layout, how: Activation, chunk: int, dtype: DTypeLike, anchor: int) -> Terms:
+    """`Terms` from the raw inputs, in `dtype` but for the decay."""
+    inputs = activate(raw.q, raw.k, raw.v, raw.g, raw.beta, raw.A_log, raw.dt_bias, how, layout.real_BT)
+    q, k, v, g, beta = (_chunked(x, layout, chunk) for x in inputs)
+    tiles = (*g.shape[:-2], chunk // TILE, TILE, g.shape[-1])
+    if how.gate == "lower_bound":
+        sums = decay_sums(g.reshape(tiles), anchor)
+        scores_q, scores_k = tile_scores(q, k, sums, True, dtype)
+    else:
+        # exp of this is 0, so a steeper decay changes nothing; but it would take the digits of the sums it enters.
+        g = jnp.maximum(g, -800.0 if g.dtype == jnp.float64 else -110.0)
+        sums = decay_sums(g.reshape(tiles), 0)
+        scores_q, scores_k = unbounded_scores(q, k, g, sums, dtype)
+    strict = jnp.asarray(np.tri(chunk, k=-1, dtype=bool))
+    from_start = jnp.exp(sums.before[..., None, :] + sums.prefix).reshape(g.shape)
+    to_end = jnp.exp(sums.rest + sums.after[..., None, :]).reshape(g.shape)
+    decay = from_start[..., -1, :]
+    if layout.segment_BT is not None:
+        strict, reads, writes, keeps = _segment_masks(layout.segment_BT, strict)
+        from_start, to_end = jnp.where(reads, from_start, 0), jnp.where(writes, to_end, 0)
+        decay = jnp.where(keeps, decay, 0)
+    a = jnp.where(strict, scores_q, 0) + jnp.eye(chunk, dtype=g.dtype) * jnp.sum(q * k, axis=-1, keepdims=True)
+    inverse = unit_lower_inverse(jnp.where(strict, scores_k * beta[..., None], 0))
+    return Terms(
+        q_NBHCK=(q * from_start).astype(dtype),
+        k_NBHCK=(k * to_end).astype(dtype),
+        w_NBHCK=matmul("...ij,...jk->...ik", inverse, beta[..., None] * k * from_start, dtype).astype(dtype),
+        u_NBHCV=matmul("...ij,...jv->...iv", inverse, beta[..., None] * v, dtype).astype(dtype),
+        a_NBHCC=a.astype(dtype),
+        decay_NBHK=decay,
+    )
+
+
+def _segment_masks(segment_BT: Array, strict_CC: Array) -> tuple[Array, Array, Array, Array]:
+    """Which earlier tokens a token sees, which tokens read the incoming state, which write to the outgoing one, and
+    which chunks pass the state on. A chunk takes over the document that the previous one ended with."""
+    chunk = strict_CC.shape[0]
+    batch, length = segment_BT.shape
+    chunks = -(-length // chunk)
+    segment = jnp.pad(segment_BT, ((0, 0), (0, chunks * chunk - length)), mode="edge")
+    segment = jnp.moveaxis(segment.reshape(batch, chunks, 1, chunk), 1, 0)  # N B 1 C
+    last = segment[..., -1:]
+    incoming = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
+    same = segment[..., :, None] == segment[..., None, :]
+    reads = segment == incoming
+    writes = segment == last
+    return same & strict_CC, reads[..., None], writes[..., None], incoming == last
+
+
+def _scan_states(step, state: Array, inputs: tuple[Array, ...], layout: Layout, reverse: bool = False):
+    """Scan `step` over chunks. Aligned sequences each have a state, and a chunk works on that of its sequence."""
+    if layout.aligned is None:
+        return jax.lax.scan(step, state, inputs, reverse=reverse)
+
+    def step_of_owner(states_SHKV, x):
+        s, x = x
+        new, y = step(states_SHKV[s][None], x)
+        return states_SHKV.at[s].set(new[0]), y
+
+    return jax.lax.scan(step_of_owner, state, (layout.aligned.owner, inputs), reverse=reverse)
+
+
+def _forward(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Array, Array, Array]:
+    """o [B, T, H, V], the final state, and the state that each chunk starts from."""
+    dtype = _matmul_dtype(raw)
+    terms = _terms(raw, layout, how, chunk, dtype, 0)
+
+    def step(state, x):
+        k, w, u, decay = x
+        read = state.astype(dtype)
+        v = (u - matmul("bhck,bhkv->bhcv", w, read, dtype)).astype(dtype)
+        return decay[..., None] * state + matmul("bhck,bhcv->bhkv", k, v, dtype), (read, v)
+
+    start = raw.initial_state
+    final, (states, v) = _scan_states(
+        step, start, (terms.k_NBHCK, terms.w_NBHCK, terms.u_NBHCV, terms.decay_NBHK), layout
+    )
+    o = matmul("...ck,...kv->...cv", terms.q_NBHCK, states, dtype) + matmul("...cd,...dv->...cv", terms.a_NBHCC, v, dtype)
+    return _unchunked(o.astype(raw.v.dtype), layout, raw.q.shape[1]), final, states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _kda(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Array, Array]:
+    return _forward(raw, layout, how, chunk)[:2]
+
+
+def _kda_fwd(raw, layout, how, chunk):
+    o, final, states = _forward(raw, layout, how, chunk)
+    return (o, final), (raw, layout, states)
+
+
+def _kda_bwd(how, chunk, residuals, cotangents):
+    raw, layout, states = residuals
+    d_o, d_final = cotangents
+    dtype = _matmul_dtype(raw)
+    terms, terms_vjp = jax.vjp(lambda raw: _terms(raw, layout, how, chunk, dtype, TILE // 2), raw)
+    if layout.real_BT is not None:
+        d_o = jnp.where(layout.real_BT[..., None, None], d_o, 0)
+    d_o = _chunked(d_o, layout, chunk).astype(dtype)
+    v = (terms.u_NBHCV - matmul("...ck,...kv->...cv", terms.w_NBHCK, states, dtype)).astype(dtype)
+    # What the outputs alone say about v' and the incoming state depends on no other chunk.
+    d_v_local = matmul("...cd,...cv->...dv", terms.a_NBHCC, d_o, dtype)
+    d_state_local = matmul("...ck,...cv->...kv", terms.q_NBHCK, d_o, dtype)
+
+    def step(d_state, x):
+        k, w, decay, d_v, d_read = x
+        passed = d_state.astype(dtype)
+        d_v = (d_v + matmul("bhck,bhkv->bhcv", k, passed, dtype)).astype(dtype)
+        d_start = decay[..., None] * d_state + d_read - matmul("bhck,bhcv->bhkv", w, d_v, dtype)
+        return d_start, (passed, d_v)
+
+    d_start, (d_states, d_v) = _scan_states(
+        step,
+        d_final,
+        (terms.k_NBHCK, terms.w_NBHCK, terms.decay_NBHK, d_v_local, d_state_local),
+        layout,
+        reverse=True,
+    )
+    d_terms = Terms(
+        q_NBHCK=matmul("...cv,...kv->...ck", d_o, states, dtype).astype(dtype),
+        k_NBHCK=matmul("...cv,...kv->...ck", v, d_states, dtype).astype(dtype),
+        w_NBHCK=-matmul("...cv,...kv->...ck", d_v, states, dtype).astype(dtype),
+        u_NBHCV=d_v,
+        a_NBHCC=matmul("...cv,...dv->...cd", d_o, v, dtype).astype(dtype),
+        decay_NBHK=jnp.sum(states.astype(d_start.dtype) * d_states.astype(d_start.dtype), axis=-1),
+    )
+    (d_raw,) = terms_vjp(d_terms)
+    return d_raw._replace(initial_state=d_start), None
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def _matmul_dtype(raw: Raw) -> DTypeLike:
+    """bfloat16 products, accumulated in float32, for bfloat16 inputs; otherwise at least float32."""
+    inputs = jnp.result_type(raw.q, raw.k, raw.v)
+    return inputs if inputs == jnp.bfloat16 else compute_dtype(raw.q, raw.k, raw.v, raw.g, raw.beta)
+
+
+def _same_varying(raw: Raw) -> Raw:
+    """Under `shard_map`, mark every input as varying over the mesh axes that any of them varies over.
+
+    An input that all devices share gets its gradient summed over them here, outside the custom backward pass.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(raw)))
+
+    def mark(x: Array) -> Array:
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, raw)
+
+
+@functools.partial(jax.jit, static_argnames=("how", "chunk_size"))
+def kda_chunkwise(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    cu_seqlens: Array | None,
+    how: Activation,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    """`kda` for every argument. Returns (o [B, T, H, V], final state)."""
+    length = q.shape[1]
+    chunk = min(chunk_size, -(-length // TILE) * TILE)
+    layout = Layout()
+    if segment_ids is not None:
+        layout = Layout(real_BT=segment_ids != 0, segment_BT=running_segment(segment_ids))
+    elif cu_seqlens is not None:
+        aligned = align_to_chunks(cu_seqlens, length, chunk)
+        layout = Layout(real_BT=(jnp.arange(length) < cu_seqlens[-1])[None], aligned=aligned)
+    if initial_state is None:
+        rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = jnp.zeros((rows, 1, 1, 1))
+    # Adding what depends on no value gives the carry its shape, its sharding and its varying axes.
+    outer = jnp.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None, :], dtype=compute_dtype(q, k, v, g, beta))
+    raw = Raw(q, k, v, g, beta, A_log, dt_bias, initial_state.astype(outer.dtype) + outer)
+    return _kda(_same_varying(raw), layout, how, chunk)
