@@ -126,7 +126,7 @@ def _active(model: ModelConfig, routed: int) -> int:
 
 
 def _kda_recurrence(kda: KDAConfig, chunk: int = KDA_CHUNK) -> int:
-    """Forward multiply-adds of the chunkwise recurrence, per token and layer (Kimi Linear, arXiv 2510.26692 §3).
+    """Forward multiply-adds of the chunkwise recurrence, per token and layer (Kimi Linear, arXiv 2510.26692).
 
     A chunk of C tokens with K = V, per head; triangular factors count their half:
 

@@ -10,7 +10,7 @@ counts independent blocks. A stack of layers adds one more b axis in front, so s
     AdamW  u = m̂ / (sqrt(v̂) + eps)
     W ← W − lr·(u + 0.1 W)        the 0.1 only where `Leaf.decay` says so
 
-Sources: report §2.4 (per-head Muon on Q, K and V, weight decay 0.1, cosine with 1 % warm-up, QK-clip kept from K2);
+Sources: the report (per-head Muon on Q, K and V, weight decay 0.1, cosine with 1 % warm-up, QK-clip kept from K2);
 everything else after Moonlight (arXiv 2502.16982), since the report gives no other numbers.
 
 Shape suffixes: M MLA layers, N layers of a stack, H heads, R LoRA rank, C nope + rope.
@@ -28,6 +28,9 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from k3jax.config import OptimizerConfig
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic iteration (Moonlight §2.1)."""
 
 Group = Literal["muon_head", "muon_matrix", "muon_expert", "adamw"]
 GROUPS: tuple[Group, ...] = ("muon_head", "muon_matrix", "muon_expert", "adamw")
@@ -90,8 +93,9 @@ def make_optimizer(config: OptimizerConfig, params: Any, total_steps: int) -> Op
     schedule = make_schedule(config, total_steps)
     transform = optax.chain(
         optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm),
-        optax.partition({group: adam if group == "adamw" else muon for group in GROUPS}, groups),
-        optax.add_decayed_weights(config.weight_decay, jax.tree.map(lambda leaf: leaf.decay, leaves)),
+        # a K3 tree is callable itself, so optax would call it for the labels: hence the functions
+        optax.partition({group: adam if group == "adamw" else muon for group in GROUPS}, lambda _: groups),
+        optax.add_decayed_weights(config.weight_decay, lambda _: jax.tree.map(lambda leaf: leaf.decay, leaves)),
         optax.scale_by_learning_rate(schedule),
     )
     return Optimizer(transform, schedule, groups)
@@ -205,8 +209,10 @@ def _orthogonalize(update: jax.Array, layout: str, config: OptimizerConfig) -> j
     )
     # optax exports Newton-Schulz only inside its Muon. Without momentum and with a state made on the spot that is a
     # pure function: the real momentum stays float32 when the iteration runs in bfloat16, and there is no second one.
+    # One row of coefficients per step makes optax scan the steps: half the compile time of its unrolled form.
+    coefficients = (NEWTON_SCHULZ,) * config.muon_ns_steps
     muon = scale_by_muon(
-        ns_steps=config.muon_ns_steps, beta=0.0, nesterov=False, weight_dimension_numbers=cast(Any, dims)
+        coefficients, config.muon_ns_steps, beta=0.0, nesterov=False, weight_dimension_numbers=cast(Any, dims)
     )
 
     def on_block(x: jax.Array) -> jax.Array:
