@@ -58,7 +58,7 @@ def assert_same(got, want, tolerance=1e-11):
         (64, 64, 0, True, 16),
         (50, 50, 0, False, 7),
         (13, 40, 27, False, 8),
-        (13, 40, 5, False, 8),
+        (13, 40, 10, False, 8),  # a block of keys begins at the last query of a block
         (9, 21, jnp.array([3, 12]), False, 4),
         (9, 21, jnp.array(7), False, 4),
         (1, 33, jnp.array([0, 32]), False, 8),
@@ -153,6 +153,18 @@ def test_the_prefix_sends_no_gradient_to_the_suffix(implementation):
     d_o = np.where(np.arange(40) < 15, 1.0, 0.0)[:, None, None] * np.ones((2, 40, 2, 8))
     run = partial(attention, scale=0.3, implementation=implementation, block_size=16)
     assert all(np.all(d[:, 15:] == 0) for d in value_and_grads(run, arrays, d_o)[2:])
+
+
+def test_filling_up_blocks_does_not_raise_the_largest_logit():
+    q, k, v = make(14, 2, 10, 10, dtype="float32")
+    q, k = -1 - np.abs(q), 1 + np.abs(k)
+    for ids in (None, np.ones((2, 10), np.int32)):
+        peaks = [
+            attention(q, k, v, scale=1.0, segment_ids=ids, implementation=name, block_size=4)[1]
+            for name in IMPLEMENTATIONS
+        ]
+        assert np.all(peaks[0] < -12)
+        np.testing.assert_allclose(*peaks, rtol=1e-6)
 
 
 def test_large_logits_stay_finite():

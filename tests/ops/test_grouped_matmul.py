@@ -87,11 +87,11 @@ def test_each_expert_multiplies_its_own_rows(x64, implementation, case, sizes):
 
 
 @pytest.mark.parametrize(("implementation", "case", "sizes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_poisoned_tail_and_empty_experts_give_exact_zeros(implementation, case, sizes, poison):
+def test_a_poisoned_tail_and_empty_experts_give_exact_zeros(implementation, case, sizes):
     x, w, dy = make(2, dtype="float32")
     total = sum(sizes)
-    x[total:], dy[total:] = poison, poison
+    x[total:], dy[total:] = np.nan, np.inf
+    x[total::2] = np.inf
     y, dx, dw = run(implementation, x, w, sizes, dy)
     clean = run(implementation, *make(2, dtype="float32")[:2], sizes, make(2, dtype="float32")[2])
     assert np.all(y[total:] == 0)
