@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +282,24 @@ def test_explicit_mesh_of_eight_gives_the_same_update(sharded):
             assert jax.typeof(actual[-1][name]).sharding.spec == jax.typeof(params[name]).sharding.spec, name
     for a, b in zip(actual, expected):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-7), a, b)
+
+
+def test_blocks_sharded_over_devices_are_updated_without_communication():
+    """Heads and experts are independent blocks; an update that gathers them would cost more than Newton-Schulz."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    leaves = {
+        "w1": (PartitionSpec(None, "data"), (N, 8, L, F)),
+        "q_proj": (PartitionSpec(None, None, "data"), (N, D, 8, K)),
+    }
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for name, (spec, shape) in leaves.items()
+        }
+        transform = make_optimizer(dataclasses.replace(PLAIN, weight_decay=0.1), params, 4).transform
+        state = jax.eval_shape(transform.init, params)
+        program = jax.jit(transform.update).lower(params, state, params).compile().as_text()
+    assert not [line for line in program.splitlines() if re.search(r"(all-\w+|reduce-scatter|collective-\w+)\(", line)]
 
 
 NOPE, ROPE, TAU = 8, 4, 5.0
