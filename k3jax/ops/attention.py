@@ -3,7 +3,7 @@
     s = scale · q kᵀ   over keys at or before the query, of its document      o = softmax(s) v
 
 Softmax, accumulation and output are in at least float32: rounding the output to bf16 before the backward pass reads it
-biases the gradient (report §3, training numerics), so the caller rounds after gating.
+biases the gradient (the report keeps it in float32 too), so the caller rounds after gating.
 
     o, max_logit = attention(q, k, v, scale=192**-0.5, segment_ids=segment_ids)
 
@@ -77,7 +77,7 @@ def attention(
 
     Returns:
         o [B, T, H, V] in at least float32, and the largest scaled logit of each head [H] over all (query, key) pairs
-        that are not masked, float32, without gradient (−inf if there are none; QK-clip, report §2.5).
+        that are not masked, float32, without gradient (−inf if there are none), for QK-clip.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown implementation.
