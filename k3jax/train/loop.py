@@ -1,0 +1,374 @@
+"""The training loop: what happens around a step.
+
+    with jax.set_mesh(mesh): train(config, mesh)
+
+    RUN_DIR/checkpoints/               see `k3jax.checkpoint.store`
+    RUN_DIR/metrics.jsonl, tensorboard/
+    RUN_DIR/nonfinite_step_N.json      what was known of a step that gave NaN or infinity
+    RUN_DIR/profile/                   trace of train.profile_steps
+
+The same call resumes from the last complete checkpoint and goes on bit for bit as if it had never stopped. The host
+runs one step ahead of what it has read: metrics of step i are fetched while the device computes step i + 1. That is
+safe because the device itself refuses a non-finite update, and everything is fetched before a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from k3jax.checkpoint.store import CheckpointStore, RunRecord
+from k3jax.config import ConfigError, RunConfig, to_dict
+from k3jax.data.bits import bits_per_byte
+from k3jax.data.loader import Loader, TextData, open_data
+from k3jax.train import flops
+from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
+from k3jax.train.optimizer import make_optimizer
+from k3jax.train.report import References, start_report, summary_table
+from k3jax.train.resume import check_resume
+from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
+from k3jax.train.step import abstract_batch, make_eval_step, make_train_step, place_batch
+
+
+class NonFiniteError(RuntimeError):
+    """A step gave NaN or infinity and the budget of train.skip_nonfinite is spent."""
+
+
+def use_compile_cache() -> Path:
+    """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder."""
+    directory = jax.config.jax_compilation_cache_dir
+    if directory is None:
+        directory = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "k3jax", "jax")
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return Path(directory)
+
+
+class StopRequest:
+    """SIGTERM and SIGINT ask for a stop after the step that runs; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Handles the signals inside the block (only Python's main thread may)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A step whose metrics are still on the device."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    document_ids: np.ndarray
+
+
+def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bool = False) -> None:
+    """Trains `config`, from its last checkpoint if its run directory has one; returns when done or asked to stop.
+
+    Args:
+        mesh: the mesh that is set (`jax.set_mesh`).
+        allow_config_change: go on from a checkpoint although fields that change the result differ.
+
+    Raises:
+        ConfigError: the configuration changed since the checkpoint, or cannot be honoured.
+        DataError: no usable text.
+        CheckpointError: the checkpoint is of another model.
+        NonFiniteError: see there.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError("training in several processes is not supported yet")
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest().installed())
+        data = open_data(config.data, config.model.vocab_size)
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        display = Display(config.train.steps)
+        stack.callback(display.close)
+        store = CheckpointStore(
+            Path(config.run_dir) / "checkpoints", keep_last=config.train.keep_last, keep_every=config.train.keep_every
+        )
+        stack.callback(store.close)
+        loader = stack.enter_context(data.train_loader())
+        run = _Run(config, mesh, data, loader, store, display, stop)
+        run.restore(allow_config_change)
+        stack.callback(run.close)
+        run.compile()
+        run.run()
+
+
+class _Run:
+    """One run between `restore` and `close`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: jax.sharding.Mesh,
+        data: TextData,
+        loader: Loader,
+        store: CheckpointStore,
+        display: Display,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.mesh, self.data, self.loader = config, mesh, data, loader
+        self.store, self.display, self.stop = store, display, stop
+        self.run_dir = Path(config.run_dir)
+        self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+        with data.validation_loader(config.train.eval_batches) as batches:
+            self.eval_batches = list(batches)
+        self.pending: deque[_Pending] = deque()
+        self.clock = Clock()
+        self.tokens_per_step = config.data.batch_size * config.data.sequence_length
+        self.flops_per_token = flops.flops_per_token(config.model, config.data.sequence_length)
+        self.peak = flops.peak_flops(mesh, config.model.dtype)
+        self.references: References | None = References(data)  # after the peak, which a CPU measures
+
+    def record(self) -> RunRecord:
+        """What a checkpoint written now says beside its arrays."""
+        tokenizer, documents = self.data.tokenizer, self.data.documents
+        return RunRecord(
+            config=to_dict(self.config),
+            tokenizer={"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
+            source={"files_hash": documents.files_hash, "bytes": documents.text_bytes},
+            data=self.loader.get_state(),
+        )
+
+    def restore(self, allow_config_change: bool) -> None:
+        """A fresh state, or that of the last checkpoint together with the data position."""
+        config, latest = self.config, self.store.latest
+        self.step = latest or 0
+        self.skipped = 0
+        changes: list[str] = []
+        if latest is None:
+            self.state = create_state(config.model, self.optimizer.transform, self.mesh, config.train.seed)
+        else:
+            where = str(self.store.directory / str(latest))
+            saved = self.store.read_record(latest)
+            changes = check_resume(saved, self.record(), where, allow_config_change)
+            like = abstract_state(config.model, self.optimizer.transform, self.mesh)
+            model = self.store.load("model", model_part(like), latest)
+            training = self.store.load("training", training_part(like), latest)
+            self.state = dataclasses.replace(like, **model, **training)
+            self.loader.set_state(saved.data)
+            self.skipped = latest - int(self.state.step)
+        self._report(latest, changes)
+        self.log = MetricsLog(self.run_dir, self.step)
+
+    def _report(self, resumed_from: int | None, changes: list[str]) -> None:
+        for line in start_report(self.config, self.mesh, self.data, self.peak):
+            self.display.print(line)
+        if resumed_from is not None:
+            self.display.print(f"resuming    from {self.store.directory / str(resumed_from)}")
+            for line in changes:
+                self.display.print(f"  changed {line}")
+
+    def compile(self) -> None:
+        """Compiles both steps ahead of time: a later change of shape or sharding is an error, not a silent wait."""
+        begin = time.perf_counter()
+        token_bytes = self.data.tokenizer.token_bytes
+        batch = abstract_batch(self.config, self.mesh)
+        train_step = jax.jit(make_train_step(self.config, self.optimizer, token_bytes), donate_argnums=0)
+        eval_step = jax.jit(make_eval_step(self.config, token_bytes))
+        self.train_step = train_step.lower(self.state, batch).compile()
+        self.eval_step = eval_step.lower(self.state.params, self.state.router_bias, batch).compile()
+        cache = jax.config.jax_compilation_cache_dir
+        self.display.print(f"compiled    in {duration(time.perf_counter() - begin)} (cache: {cache})")
+
+    def run(self) -> None:
+        """Steps until the end of the run or a request to stop."""
+        first, self.begin = self.step, time.perf_counter()
+        if self.step == 0:
+            self._evaluate()
+        self.clock.resume()
+        while self.step < self.config.train.steps and self.stop.signal is None:
+            self._advance()
+        self._collect(0)
+        if self.step < self.config.train.steps:
+            if self.step > first:
+                self._save()
+            self.store.wait()
+            self.display.print(
+                f"{self.stop.signal}: stopped after step {self.step}; the same command goes on from there"
+            )
+            return
+        self.store.wait()
+        self._summary(self.step - first)
+
+    def _advance(self) -> None:
+        """One step, and whatever is due after it."""
+        train, step = self.config.train, self.step + 1
+        if train.profile_steps and step == train.profile_steps[0]:
+            self._collect(0)
+            jax.profiler.start_trace(str(self.run_dir / "profile"))
+        batch = next(self.loader)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
+        self.step = step
+        self.pending.append(_Pending(step, metrics, batch["document_ids"]))
+        self._collect(1)
+        if train.profile_steps and step == train.profile_steps[1]:
+            self._collect(0)
+            jax.profiler.stop_trace()
+            self.display.print(f"profile of steps {train.profile_steps[0]}–{step} in {self.run_dir / 'profile'}")
+
+        last = step == train.steps
+        due = [interval and (last or step % interval == 0) for interval in (train.eval_interval, train.sample_interval)]
+        save = last or step % train.checkpoint_interval == 0
+        if any(due) or save:
+            self._collect(0)
+            self.clock.pause()
+            if due[0]:
+                self._evaluate()
+            if due[1]:
+                self._sample()
+            if save:
+                self._save()
+            self.clock.resume()
+
+    def _collect(self, keep: int) -> None:
+        """Reads the metrics of all steps but the newest `keep`."""
+        while len(self.pending) > keep:
+            pending = self.pending.popleft()
+            values = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
+            self.clock.tick()
+            if not values.pop("finite"):
+                self._nonfinite(pending, values)
+            if self.clock.rate:
+                values["tokens_per_second"] = self.tokens_per_step / self.clock.rate
+                utilisation = flops.mfu(values["tokens_per_second"], self.flops_per_token, self.peak)
+                if utilisation is not None:
+                    values["mfu"] = utilisation
+            train, step = self.config.train, pending.step
+            keep_line = step % train.log_interval == 0 or step == train.steps
+            if keep_line:
+                self.log.write("train", step, values)
+            done = self.clock.steps
+            eta = (time.perf_counter() - self.begin) / done * (train.steps - step) if done else None
+            self.display.step(step, step_line(step, train.steps, values, eta), keep=keep_line)
+            self._show_references(0.0)
+
+    def _nonfinite(self, pending: _Pending, values: dict[str, float]) -> None:
+        """Writes down what is known of a step whose update the device dropped, and stops unless it may be skipped."""
+        self.skipped += 1
+        budget = self.config.train.skip_nonfinite
+        terms = [n for n in ("cross_entropy", "z_loss", "grad_norm") if not np.isfinite(values[n])]
+        terms += [n for n, v in values.items() if n.startswith("update_rms/") and not np.isfinite(v)]
+        ids = sorted(set(pending.document_ids.ravel().tolist()) - {-1})
+        path = self.run_dir / f"nonfinite_step_{pending.step}.json"
+        facts = {
+            "step": pending.step,
+            "nonfinite": terms,
+            "metrics": values,
+            "documents": {str(i): self.data.documents.name(i) for i in ids},
+            "skipped": self.skipped,
+            "skip_nonfinite": budget,
+        }
+        path.write_text(json.dumps(to_json(facts), indent=1))
+        message = (
+            f"step {pending.step} is not finite: {', '.join(terms)} (loss {values['loss']}, gradient norm "
+            f"{values['grad_norm']}); documents in {path}"
+        )
+        if self.skipped > budget:
+            raise NonFiniteError(
+                f"{message}. The last good checkpoint is step {self.store.latest or 'none'}; "
+                f"train.skip_nonfinite ({budget}) allows no more such steps"
+            )
+        self.display.print(f"skipped: {message} ({self.skipped} of {budget})")
+
+    def _evaluate(self) -> None:
+        """Loss on the held-out text, with frozen router biases."""
+        if not self.config.train.eval_interval:
+            return
+        params, bias, accumulation = self.state.params, self.state.router_bias, self.config.train.accumulation
+        sums = [self.eval_step(params, bias, place_batch(b, accumulation, self.mesh)) for b in self.eval_batches]
+        nats, tokens, size = (sum(float(s[name]) for s in sums) for name in ("nats", "tokens", "bytes"))
+        values = {"loss": nats / tokens, "bits_per_byte": bits_per_byte(nats, int(size))}
+        self.log.write("eval", self.step, values)
+        self.display.print(
+            f"step {self.step}: held-out loss {values['loss']:.4f}, bits/byte {values['bits_per_byte']:.4f} "
+            f"({count(tokens)} tokens)"
+        )
+
+    def _sample(self) -> None:
+        """Prints a continuation of train.sample_prompt."""
+        from k3jax.generate import generate_text  # it imports the store and more; notebooks load it first
+
+        train = self.config.train
+        key = jax.random.fold_in(jax.random.wrap_key_data(self.state.rng), self.step)
+        text = generate_text(
+            self.state.params,
+            self.state.router_bias,
+            self.data.tokenizer,
+            train.sample_prompt,
+            max_tokens=train.sample_tokens,
+            temperature=0.8,
+            seed=int(jax.random.bits(key) >> 1),
+        )
+        self.display.print(f"step {self.step}: sample\n" + "\n".join(f"  │ {line}" for line in text.splitlines()))
+
+    def _save(self) -> None:
+        """Starts an asynchronous save; all metrics up to here have been read, so the state is known to be finite."""
+        self.store.save(
+            self.step, model=model_part(self.state), training=training_part(self.state), record=self.record()
+        )
+
+    def _show_references(self, timeout: float) -> None:
+        if self.references is not None and (values := self.references.take(timeout)) is not None:
+            self.display.print(References.line(values))
+            self.references_line, self.references = values, None
+
+    def _summary(self, steps: int) -> None:
+        evals = [r for r in read_records(self.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
+        self._show_references(60.0)
+        rows: list[tuple[str, Any]] = [
+            ("run", self.run_dir),
+            ("steps", f"{self.step:,} ({steps:,} now, {self.skipped} skipped)"),
+            ("tokens", f"{self.step * self.tokens_per_step:,}"),
+        ]
+        if steps:
+            speed = self.tokens_per_step * self.clock.steps / self.clock.seconds
+            rows += [
+                ("time", f"{duration(time.perf_counter() - self.begin)}, training {duration(self.clock.seconds)}"),
+                ("speed", f"{count(speed)} tokens/s"),
+            ]
+            if self.peak.flops:
+                rows.append(
+                    ("MFU", f"{100 * speed * self.flops_per_token / self.peak.flops:.1f} % of {self.peak.describe()}")
+                )
+        memory = self.mesh.devices.flat[0].memory_stats() or {}
+        if "peak_bytes_in_use" in memory:
+            rows.append(("peak memory", f"{memory['peak_bytes_in_use'] / 2**30:.2f} GiB a device"))
+        if evals:
+            rows.append(("held-out bits/byte", f"{evals[0]['bits_per_byte']:.3f} → {evals[-1]['bits_per_byte']:.3f}"))
+        rows.append(("checkpoint", self.store.directory / str(self.store.latest)))
+        self.display.print(summary_table(rows))
+
+    def close(self) -> None:
+        self.log.close()

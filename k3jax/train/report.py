@@ -1,0 +1,88 @@
+"""What a run says about itself: at the start what will run on what, at the end what came of it."""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from k3jax.config import RunConfig
+from k3jax.data.bits import reference_bits_per_byte, sample_text
+from k3jax.data.loader import TextData
+from k3jax.model.moe import resolve_moe
+from k3jax.ops import attention, cross_entropy, kda
+from k3jax.train import flops
+from k3jax.train.metrics import count
+
+PACKAGES = ("k3jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def implementations(config: RunConfig) -> dict[str, str]:
+    """Which implementation of each op runs."""
+    model = config.model
+    return {
+        "kda": f"{kda.resolve_implementation(model.kda.implementation)} (chunks of {model.kda.chunk_size})",
+        "attention": model.mla.implementation or attention.default_implementation(),
+        "experts": resolve_moe(model),
+        "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
+    }
+
+
+def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, peak: flops.Peak) -> list[str]:
+    """Lines for the log: versions, devices, model, ops, data, tokens and operations a step."""
+    parameters = flops.parameter_counts(config.model)
+    operations = flops.flops_per_token(config.model, config.data.sequence_length)
+    devices = mesh.devices.flatten()
+    source = data.describe()
+    tokens = config.data.batch_size * config.data.sequence_length
+    kinds = [layer.mixer for layer in config.model.layers]
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
+    return [
+        "software    " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
+        f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}); mesh: {axes}",
+        f"model       {count(parameters.total)} parameters, {count(parameters.active_without_embedding)} active "
+        f"without the embedding; {len(kinds)} layers: {kinds.count('kda')} KDA, {kinds.count('mla')} gated MLA",
+        *(f"            {n:>19,}  {name}" for name, n in parameters.by_mechanism.items() if n),
+        f"numerics    compute {config.model.dtype}, parameters {config.model.param_dtype}; remat {config.train.remat}",
+        "operations  " + "; ".join(f"{op}: {name}" for op, name in implementations(config).items()),
+        f"data        {source['source']}: {source['files']:,} files, {source['bytes']:,} bytes, "
+        f"hash of the list {source['files_hash']}; {source['train_documents']:,} documents to train on, "
+        f"{source['validation_documents']:,} held out; tokenizer {source['tokenizer']}",
+        f"step        {config.data.batch_size} × {config.data.sequence_length} = {tokens:,} tokens in "
+        f"{config.train.accumulation} micro-batch(es); {count(operations)} FLOPs a token",
+        f"peak        {peak.describe()}",
+    ]
+
+
+class References:
+    """Bits per byte of simple compressors on the held-out text, computed beside the start of the training."""
+
+    def __init__(self, data: TextData) -> None:
+        self._values: dict[str, float] | None = None
+
+        def compute() -> None:
+            self._values = reference_bits_per_byte(sample_text(data.documents, data.validation))
+
+        # a daemon: nobody waits for a compressor when the run ends first
+        self._thread = threading.Thread(target=compute, daemon=True)
+        self._thread.start()
+
+    def take(self, timeout: float = 0.0) -> dict[str, float] | None:
+        """The values if they are there within `timeout` seconds."""
+        self._thread.join(timeout)
+        return self._values
+
+    @staticmethod
+    def line(values: dict[str, float]) -> str:
+        return "held-out text in bits per byte: " + ", ".join(f"{name} {v:.2f}" for name, v in values.items())
+
+
+def summary_table(rows: list[tuple[str, Any]]) -> Table:
+    """The table at the end of a run."""
+    table = Table(show_header=False, title="summary", title_justify="left", min_width=40)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,81 @@
+"""What a training step carries: parameters, optimizer state, router biases, step, RNG."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from k3jax.config import ModelConfig
+from k3jax.model.k3 import K3
+from k3jax.sharding import shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state of a run between two optimizer steps."""
+
+    step: jax.Array  # int32 [], updates applied; a skipped step does not count
+    params: K3  # leaves in config.model.param_dtype
+    opt_state: optax.OptState
+    router_bias: jax.Array  # float32 [MoE layers, experts]; follows the loads, gets no gradient
+    rng: jax.Array  # uint32 [2], key data of the run
+
+
+def init_params(config: ModelConfig, seed: int) -> K3:
+    """A freshly initialised model; call it under `jit` or `eval_shape`."""
+    return K3(config, rngs=nnx.Rngs(seed))
+
+
+def abstract_params(config: ModelConfig) -> K3:
+    """The model's tree of shapes and dtypes, without memory."""
+    return jax.eval_shape(lambda: init_params(config, 0))
+
+
+def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    params = init_params(config, seed)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        router_bias=jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32),
+        rng=jax.random.key_data(jax.random.key(seed)),
+    )
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, seed: int = 0
+) -> TrainState:
+    """Shapes, dtypes and shardings (on the devices of `mesh`) of a `TrainState`, without memory."""
+    shapes = jax.eval_shape(lambda: _init(config, optimizer, seed))
+
+    def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(with_sharding, shapes, shardings(shapes, mesh))
+
+
+def create_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, seed: int
+) -> TrainState:
+    """A fresh `TrainState`, every array born in its place."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed))
+    # hundreds of small random draws that run once: a CPU compiles them six times as fast without optimising
+    options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
+    return jax.jit(lambda: _init(config, optimizer, seed), out_shardings=places, compiler_options=options)()
+
+
+def model_part(state: Any) -> dict[str, Any]:
+    """What generation needs, as the checkpoint item "model"."""
+    return {"params": state.params, "router_bias": state.router_bias}
+
+
+def training_part(state: Any) -> dict[str, Any]:
+    """What only training needs, as the checkpoint item "training"."""
+    return {"opt_state": state.opt_state, "step": state.step, "rng": state.rng}

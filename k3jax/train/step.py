@@ -1,0 +1,234 @@
+"""One optimizer step and one evaluation step, as pure functions of the state and a batch.
+
+Micro-batches are scanned. Loss, gradients, token counts and router histograms are *sums* until the scan is done and
+are divided once, so that a batch in n parts gives what it gives in one (to rounding; integers exactly).
+
+A step whose loss, gradient or update is not finite leaves every array of the state as it was and says so; the host
+may look at the flag later without any harm done.
+
+Legend: M micro-batches, B sequences in one, T time, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from k3jax.config import ModelConfig, RunConfig
+from k3jax.model.k3 import K3
+from k3jax.model.plan import plan_layers
+from k3jax.ops.cross_entropy import linear_cross_entropy
+from k3jax.ops.quantile_balancing import qb_update
+from k3jax.sharding import spec
+from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
+from k3jax.train.state import TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+DEVICE_KEYS = ("tokens", "targets", "segment_ids", "loss_mask")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What a micro-batch adds to a step; everything is a sum over tokens except `max_logit`."""
+
+    loss: jax.Array
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    tokens: jax.Array  # int32, targets that count
+    bytes: jax.Array  # int32, bytes of text they stand for
+    load: jax.Array  # [L, E] int32
+    histogram: jax.Array  # [L, E, bins] int32
+    max_logit: jax.Array  # [MLA layers, H]
+
+    def add(self, other: Sums) -> Sums:
+        total = jax.tree.map(jnp.add, self, other)
+        return dataclasses.replace(total, max_logit=jnp.maximum(self.max_logit, other.max_logit))
+
+
+def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
+    """A host batch [M·B, T] as device arrays [M, B, T], sequences sharded over the batch axes of the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "sequence")))
+
+    def place(x: np.ndarray) -> jax.Array:
+        micro = x.reshape(accumulation, -1, *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, micro)
+
+    return {key: place(np.asarray(batch[key])) for key in DEVICE_KEYS}
+
+
+def abstract_batch(config: RunConfig, mesh: jax.sharding.Mesh) -> Batch:
+    """Shapes and shardings of what `place_batch` returns."""
+    shape = (
+        config.train.accumulation,
+        config.data.batch_size // config.train.accumulation,
+        config.data.sequence_length,
+    )
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "sequence")))
+    types = dict.fromkeys(DEVICE_KEYS, jnp.int32) | {"loss_mask": jnp.bool_}
+    return {key: jax.ShapeDtypeStruct(shape, types[key], sharding=sharding) for key in DEVICE_KEYS}
+
+
+def _forward(
+    config: RunConfig, params: K3, batch: Batch, router_bias: jax.Array, token_bytes: jax.Array, *, train: bool
+) -> tuple[jax.Array, Sums]:
+    """Summed loss of one micro-batch [B, T]."""
+    x_BTD, aux = params.features(
+        batch["tokens"],
+        batch["segment_ids"],
+        router_bias=router_bias,
+        remat=config.train.remat if train else "none",
+        histogram=train,
+    )
+    loss, terms = linear_cross_entropy(
+        x_BTD,
+        params.lm_head[...],
+        batch["targets"],
+        batch["loss_mask"],
+        chunk=config.train.loss_chunk,
+        z_loss=config.train.z_loss if train else 0.0,
+    )
+    counts = batch["loss_mask"].astype(jnp.int32)
+    sums = Sums(
+        loss=loss,
+        cross_entropy=terms.token_loss_BT.sum(),
+        z_loss=terms.z_sum,
+        tokens=counts.sum(),
+        bytes=(counts * _lookup(token_bytes, batch["targets"])).sum(),
+        load=aux.load,
+        histogram=aux.histogram,
+        max_logit=aux.max_logit,
+    )
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def _lookup(table_V: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    return table_V.at[ids_BT].get(out_sharding=spec("batch", "sequence"))
+
+
+def _accumulate(fn: Callable[[Batch], tuple[Any, Sums]], batches: Batch) -> tuple[Any, Sums]:
+    """Sum of `fn(micro-batch) -> (tree, Sums)` over the leading axis."""
+    count = batches["tokens"].shape[0]
+    first = jax.tree.map(lambda x: x[0], batches)
+    if count == 1:
+        return fn(first)
+
+    def body(carry: tuple[Any, Sums], batch: Batch) -> tuple[tuple[Any, Sums], None]:
+        tree, sums = fn(batch)
+        return (jax.tree.map(jnp.add, carry[0], tree), carry[1].add(sums)), None
+
+    # `like` is traced for its types only; x * 0 would keep shardings too, but also NaN
+    like = jax.eval_shape(fn, first)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), like)
+    start = (zeros[0], dataclasses.replace(zeros[1], max_logit=jnp.full_like(zeros[1].max_logit, -jnp.inf)))
+    return jax.lax.scan(body, start, batches)[0]
+
+
+def gradients(
+    config: RunConfig, params: K3, router_bias: jax.Array, batch: Batch, token_bytes: np.ndarray
+) -> tuple[K3, Sums]:
+    """Gradients of the mean loss over all tokens of a batch [M, B, T], and the sums over it."""
+    table = np.asarray(token_bytes, np.int32)
+
+    def one(micro: Batch) -> tuple[K3, Sums]:
+        def loss(params: K3) -> tuple[jax.Array, Sums]:
+            return _forward(config, params, micro, router_bias, jnp.asarray(table), train=True)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    grads, sums = _accumulate(one, batch)
+    tokens = jnp.maximum(sums.tokens, 1)  # a batch of padding has gradients 0, not 0/0
+    return jax.tree.map(lambda g: g / tokens.astype(g.dtype), grads), sums
+
+
+def make_train_step(
+    config: RunConfig, optimizer: Optimizer, token_bytes: np.ndarray
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The training step; jit it with the state donated.
+
+    Args:
+        token_bytes: int32 [V'], bytes of text behind each token id.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`. Metrics are scalars, see `_metrics`; `metrics["finite"]` False means
+        that the update was dropped.
+    """
+    k, threshold, rows = config.model.moe.experts_per_token, config.optimizer.qk_clip_threshold, mla_rows(config.model)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
+        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        params = cast(K3, optax.apply_updates(cast(Any, state.params), updates))
+        if threshold is not None:
+            params = qk_clip(params, sums.max_logit, threshold, rows)
+        router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
+        new = TrainState(state.step + 1, params, opt_state, router_bias, state.rng)
+
+        metrics = _metrics(sums, grads, updates, optimizer.groups)
+        metrics["learning_rate"] = jnp.asarray(optimizer.schedule(state.step))
+        finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
+        for name, value in metrics.items():
+            finite &= jnp.isfinite(value) if name.startswith("update_rms/") else True
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return kept, metrics | {"finite": finite}
+
+    return train_step
+
+
+def make_eval_step(config: RunConfig, token_bytes: np.ndarray) -> Callable[[K3, jax.Array, Batch], Metrics]:
+    """The evaluation step: frozen router biases, no histogram, no z-loss.
+
+    Returns:
+        `step(params, router_bias, batch) -> {"nats", "tokens", "bytes"}`, sums over the targets that count.
+    """
+    table = np.asarray(token_bytes, np.int32)
+
+    def eval_step(params: K3, router_bias: jax.Array, batch: Batch) -> Metrics:
+        def forward(micro: Batch) -> tuple[None, Sums]:
+            return None, _forward(config, params, micro, router_bias, jnp.asarray(table), train=False)[1]
+
+        _, sums = _accumulate(forward, batch)
+        return {"nats": sums.cross_entropy, "tokens": sums.tokens, "bytes": sums.bytes}
+
+    return eval_step
+
+
+def mla_rows(config: ModelConfig) -> dict[str, list[int]]:
+    """Path of every stack of MLA layers → their rows in `Aux.max_logit`, in the order of the stack."""
+    return {
+        f"segments/{i}/runs/{j}/mixer": [config.mla_layers.index(number) for number in numbers]
+        for i, plan in enumerate(plan_layers(config))
+        for j, (layer, numbers) in enumerate(plan.run_layers())
+        if layer.mixer == "mla"
+    }
+
+
+def _metrics(sums: Sums, grads: K3, updates: Any, groups: Any) -> Metrics:
+    """Scalars of one step; losses in nats per token."""
+    tokens = jnp.maximum(sums.tokens, 1)
+    metrics = {
+        "loss": sums.loss / tokens,
+        "cross_entropy": sums.cross_entropy / tokens,
+        "z_loss": sums.z_loss / tokens,
+        "bits_per_byte": sums.cross_entropy / jnp.log(2.0) / jnp.maximum(sums.bytes, 1),
+        "tokens": sums.tokens,
+        "bytes": sums.bytes,
+        "grad_norm": optax.global_norm(grads),
+        "max_violation": jnp.max(max_violation(sums.load), initial=0.0),
+        "max_logit": jnp.max(sums.max_logit, initial=-jnp.inf),
+    }
+    return metrics | {f"update_rms/{group}": rms for group, rms in update_rms(updates, groups).items()}
+
+
+def max_violation(load_LE: jax.Array) -> jax.Array:
+    """Load of the busiest expert over the mean, minus 1, by layer [L]; 0 is perfect balance."""
+    mean_L = load_LE.mean(-1, dtype=jnp.float32)
+    return jnp.where(mean_L > 0, load_LE.max(-1) / jnp.maximum(mean_L, 1e-9) - 1, 0.0)

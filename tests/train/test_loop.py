@@ -1,0 +1,311 @@
+"""Stopping, killing and resuming a run changes nothing; what would change something is refused."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from micro import micro_config, micro_model
+
+from k3jax.checkpoint.store import CheckpointError, CheckpointStore
+from k3jax.config import ConfigError, RunConfig, to_dict
+from k3jax.sharding import make_mesh
+from k3jax.train import loop
+from k3jax.train import step as step_module
+from k3jax.train.loop import NonFiniteError
+from k3jax.train.metrics import read_records
+
+
+def train(config: RunConfig, allow_config_change: bool = False) -> None:
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        loop.train(config, mesh, allow_config_change=allow_config_change)
+
+
+def read_only(config: RunConfig) -> CheckpointStore:
+    return CheckpointStore(Path(config.run_dir) / "checkpoints", read_only=True)
+
+
+def saved_arrays(config: RunConfig) -> tuple[int, dict[str, np.ndarray]]:
+    """Step and all arrays of the latest checkpoint, by name."""
+    store, device = read_only(config), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arrays = {}
+    for item in ("model", "training"):
+        tree: dict = {}
+        for path, (shape, dtype) in store.read_shapes(item).items():
+            *parents, name = path.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(store.load(item, tree)):
+            arrays[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    store.close()
+    return store.latest, arrays
+
+
+def records(config: RunConfig, kind: str = "train") -> list[dict]:
+    found = read_records(Path(config.run_dir) / "metrics.jsonl")
+    timing = ("tokens_per_second", "mfu")
+    return [{k: v for k, v in r.items() if k not in timing} for r in found if r["kind"] == kind]
+
+
+def assert_same_end(a: RunConfig, b: RunConfig) -> None:
+    """Both runs have the same last step, the same bits in every array, the same data position, the same curve."""
+    (step_a, arrays_a), (step_b, arrays_b) = saved_arrays(a), saved_arrays(b)
+    assert step_a == step_b
+    assert arrays_a.keys() == arrays_b.keys()
+    for name, value in arrays_a.items():
+        assert value.tobytes() == arrays_b[name].tobytes(), name
+    assert read_only(a).read_record().data == read_only(b).read_record().data
+    assert records(a) == records(b)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(text_folder, tmp_path_factory):
+    """One run of six steps from beginning to end."""
+    config = micro_config(text_folder, tmp_path_factory.mktemp("uninterrupted") / "run")
+    train(config)
+    return config
+
+
+def interrupt(monkeypatch, at_step: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Sends this process a signal while step `at_step` of the next run is being prepared."""
+    calls, real = [], loop.place_batch
+
+    def place_batch(*args):
+        calls.append(1)
+        if len(calls) == at_step:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "place_batch", place_batch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_for_bit(uninterrupted, micro_run, monkeypatch, capsys, number):
+    config = micro_run()
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3, number)
+        train(config)
+    assert read_only(config).latest == 3
+    assert f"{number.name}: stopped after step 3" in capsys.readouterr().out
+    train(config)
+    assert "resuming    from" in capsys.readouterr().out
+    assert_same_end(config, uninterrupted)
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_evaluating_and_sampling_leave_no_trace_in_the_run(uninterrupted, micro_run):
+    config = micro_run(train={"eval_interval": 2, "sample_interval": 3, "sample_tokens": 4})
+    train(config)
+    assert_same_end(config, uninterrupted)
+    assert [r["step"] for r in records(config, "eval")] == [0, 2, 4, 6]
+
+
+DRIVER = """
+import json, os, signal, sys
+import jax
+from k3jax.config import RunConfig, from_dict
+from k3jax.sharding import make_mesh
+from k3jax.train import loop
+
+values, mode, when = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+config = from_dict(RunConfig, values)
+calls, real_place, real_save = [], loop.place_batch, loop.CheckpointStore.save
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def place_batch(*args):
+    calls.append(1)
+    if mode == "step" and len(calls) == when:
+        die()
+    return real_place(*args)
+
+def save(store, step, **parts):
+    real_save(store, step, **parts)
+    if mode == "save" and step >= when:
+        die()
+
+loop.place_batch, loop.CheckpointStore.save = place_batch, save
+mesh = make_mesh(config.mesh)
+with jax.set_mesh(mesh):
+    loop.train(config, mesh)
+"""
+
+
+def run_process(config: RunConfig, mode: str = "none", when: int = 0) -> subprocess.CompletedProcess:
+    """Trains in a process of its own that kills itself: before its `when`-th step, or while it saves step ≥ `when`."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    command = [sys.executable, "-c", DRIVER, json.dumps(to_dict(config)), mode, str(when)]
+    return subprocess.run(command, env=os.environ | cache, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(("mode", "when"), [("step", 4), ("save", 4)])
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted, micro_run, mode, when):
+    config = micro_run()
+    killed = run_process(config, mode, when)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = [p.name for p in (Path(config.run_dir) / "checkpoints").iterdir()]
+    if mode == "save":
+        assert any("tmp" in name for name in left), "the save was over before the kill"
+    assert read_only(config).steps == [2]
+    train(config)
+    assert_same_end(config, uninterrupted)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_change_nothing(text_folder, tmp_path):
+    rng = random.Random(os.getpid())
+    long = {"steps": 24, "checkpoint_interval": 3}
+    reference = micro_config(text_folder, tmp_path / "reference", train=long)
+    config = micro_config(text_folder, tmp_path / "killed", train=long)
+    train(reference)
+    kills = 0
+    while kills < 10:
+        mode = ("step", "save")[kills % 2]
+        done = read_only(config).latest or 0 if kills else 0
+        # before the next save, so that progress is slow enough for ten kills; in a save, after it
+        when = rng.randint(1, 3) if mode == "step" else done + 1
+        killed = run_process(config, mode, when)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        kills += 1
+    finished = run_process(config)
+    assert finished.returncode == 0, finished.stderr
+    assert_same_end(config, reference)
+
+
+def test_a_finished_run_is_left_alone(uninterrupted, capsys):
+    before = saved_arrays(uninterrupted)[1]
+    train(uninterrupted)
+    assert "6 (0 now" in capsys.readouterr().out
+    assert all((before[name] == value).all() for name, value in saved_arrays(uninterrupted)[1].items())
+    assert [r["step"] for r in records(uninterrupted)] == [1, 2, 3, 4, 5, 6]
+
+
+def stopped_run(micro_run, monkeypatch, at_step: int = 2, **parts) -> RunConfig:
+    config = micro_run(**parts)
+    with monkeypatch.context() as patch:
+        interrupt(patch, at_step)
+        train(config)
+    return config
+
+
+def test_a_changed_configuration_is_refused_with_the_difference_unless_told(micro_run, monkeypatch, capsys):
+    config = stopped_run(micro_run, monkeypatch)
+    changed = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-3))
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate +0\.01 → 0\.003") as error:
+        train(changed)
+    assert "--allow-config-change" in str(error.value)
+    assert read_only(config).latest == 2
+    # what decides only what is shown and kept may change freely
+    shown = dataclasses.replace(config, train=dataclasses.replace(config.train, log_interval=2, keep_last=1))
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1)
+        train(shown)
+    assert read_only(config).latest == 3
+    train(changed, allow_config_change=True)
+    assert "changed   optimizer.learning_rate" in capsys.readouterr().out
+    assert read_only(config).read_record().config["optimizer"]["learning_rate"] == 3e-3
+
+
+def test_a_run_may_go_on_with_longer_sequences_when_told(micro_run, monkeypatch):
+    config = stopped_run(micro_run, monkeypatch)
+    longer = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=48, batch_size=2))
+    with pytest.raises(ConfigError, match=r"data\.sequence_length +32 → 48"):
+        train(longer)
+    train(longer, allow_config_change=True)
+    position = read_only(config).read_record().data
+    assert position["next_row"] == 2 * 4 + 4 * 2
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_size": 48}, {"situ_beta": 3.0}])
+def test_another_models_checkpoint_is_refused_even_when_told(uninterrupted, overrides):
+    other = dataclasses.replace(uninterrupted, model=micro_model(**overrides))
+    with pytest.raises(CheckpointError, match=rf"another model.*\n.*model\.{next(iter(overrides))}"):
+        train(other, allow_config_change=True)
+
+
+def poison(monkeypatch, config: RunConfig, step: int) -> int:
+    """Makes the loss NaN in every batch that holds one document of step `step`; returns that document."""
+    from k3jax.data.loader import open_data
+
+    data = open_data(config.data)
+    with data.train_loader() as loader:
+        batches = [next(loader) for _ in range(config.train.steps)]
+    earlier = {int(i) for batch in batches[: step - 1] for i in batch["document_ids"].ravel()}
+    later = {int(i) for batch in batches[step:] for i in batch["document_ids"].ravel()}
+    document = next(int(i) for i in batches[step - 1]["document_ids"].ravel() if int(i) not in earlier | later | {-1})
+    bad = batches[step - 1]["document_ids"] == document
+    tokens = jnp.asarray(np.unique(batches[step - 1]["tokens"][bad.any(1)], axis=0))
+    real = step_module.linear_cross_entropy
+
+    def nan_on_those_rows(x, w, targets, mask, **options):
+        loss, aux = real(x, w, targets, mask, **options)
+        shifted = tokens[:, 1:]
+        hit = jnp.any(jnp.all((targets[:, None, :-1] == shifted) | ~mask[:, None, :-1], -1) & mask.any(-1)[:, None])
+        return jnp.where(hit, jnp.nan, loss), aux
+
+    monkeypatch.setattr(step_module, "linear_cross_entropy", nan_on_those_rows)
+    return document
+
+
+def test_a_nan_stops_the_run_and_names_the_documents(micro_run, monkeypatch):
+    config = micro_run()
+    document = poison(monkeypatch, config, step=5)
+    with pytest.raises(NonFiniteError, match="step 5 is not finite"):
+        train(config)
+    facts = json.loads((Path(config.run_dir) / "nonfinite_step_5.json").read_text())
+    assert facts["step"] == 5
+    assert facts["metrics"]["loss"] == "nan"
+    assert str(document) in facts["documents"]
+    assert facts["documents"][str(document)].endswith(".txt")
+    step, arrays = saved_arrays(config)
+    assert step == 4
+    assert all(np.isfinite(value).all() for value in arrays.values())
+    # the same command meets the same batch; with a budget it goes past it
+    with pytest.raises(NonFiniteError, match="step 5"):
+        train(config)
+    patient = dataclasses.replace(config, train=dataclasses.replace(config.train, skip_nonfinite=1))
+    train(patient)
+    step, arrays = saved_arrays(patient)
+    assert step == 6
+    assert arrays["training['step']"] == 5  # one update fewer than batches
+    assert all(np.isfinite(value).all() for value in arrays.values())
+
+
+def test_a_spent_skip_budget_is_remembered_across_a_resume(micro_run, monkeypatch):
+    config = micro_run(train={"skip_nonfinite": 1})
+    with monkeypatch.context() as patch:
+        poison(patch, config, step=1)
+        interrupt(patch, 2)
+        train(config)
+    poison(monkeypatch, config, step=4)
+    with pytest.raises(NonFiniteError, match=r"step 4 .*allows no more"):
+        train(config)
+
+
+def test_unfinished_lines_and_later_steps_are_dropped_from_the_metrics(micro_run, monkeypatch):
+    config = stopped_run(micro_run, monkeypatch)
+    path = Path(config.run_dir) / "metrics.jsonl"
+    # as if the process had been killed at step 4, after its last checkpoint, in the middle of a line
+    path.write_text(path.read_text() + '{"kind": "train", "step": 3, "loss": 9}\n{"kind": "train", "st')
+    train(config)
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
+    assert records(config)[2]["loss"] != 9
+
+
+def test_a_profile_of_the_chosen_steps_is_written(micro_run):
+    config = micro_run(train={"steps": 3, "profile_steps": (2, 3)})
+    train(config)
+    assert list((Path(config.run_dir) / "profile").rglob("*.xplane.pb"))

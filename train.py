@@ -1,0 +1,66 @@
+"""Trains a model: `python train.py configs/nano.py --train.steps 300 --data.source DIR --run-dir runs/x`.
+
+The first argument is a Python file that defines `config = RunConfig(...)`; any field can be overridden by its dotted
+name (`--help` lists them). The same command resumes a run that was stopped, from its last complete checkpoint.
+"""
+
+import dataclasses
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from k3jax.checkpoint.store import CheckpointError
+from k3jax.config import ConfigError, RunConfig
+from k3jax.data.sources import DataError
+from k3jax.sharding import make_mesh
+from k3jax.train.loop import NonFiniteError, train, use_compile_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Fields of the configuration, and what is said about this call only."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    allow_config_change: bool = False
+    """Resume although fields differ from the checkpoint's that change the result."""
+
+
+def load_config(path: str) -> RunConfig:
+    """The `config` of a Python file.
+
+    Raises:
+        ConfigError: no such file, or it defines no `RunConfig` of that name.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"no configuration file {path}; the first argument is a Python file such as configs/nano.py")
+    config = runpy.run_path(path).get("config")
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path} must define `config = RunConfig(...)`")
+    return config
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if not argv or argv[0].startswith("-"):
+            raise ConfigError("the first argument is a configuration file, such as configs/nano.py")
+        arguments = tyro.cli(
+            Arguments, prog=f"train.py {argv[0]}", args=argv[1:], default=Arguments(load_config(argv[0]))
+        )
+        use_compile_cache()
+        with jax.set_mesh(make_mesh(arguments.config.mesh)):
+            train(arguments.config, allow_config_change=arguments.allow_config_change)
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
