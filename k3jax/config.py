@@ -234,7 +234,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Per-head Muon with AdamW for the rest, cosine schedule, QK-clip (training-system notes in docs/training.md)."""
+    """Per-head Muon with AdamW for the rest, cosine schedule, QK-clip."""
 
     learning_rate: float = 2e-3
     min_learning_rate_ratio: float = 0.1
@@ -277,7 +277,8 @@ class TrainConfig:
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 100
-    eval_batches: int = 16
+    eval_batches: int | None = 16
+    """Batches of held-out text an evaluation reads; None: all of it."""
     sample_interval: int = 100
     sample_prompt: str = "def "
     sample_tokens: int = 64
@@ -296,9 +297,11 @@ class TrainConfig:
             "accumulation",
             "loss_chunk",
             "log_interval",
-            "eval_batches",
             "checkpoint_interval",
             "keep_last",
+        )
+        _require(
+            self.eval_batches is None or self.eval_batches > 0, "TrainConfig.eval_batches must be positive or None"
         )
         _require(self.skip_nonfinite >= 0, "TrainConfig.skip_nonfinite must be ≥ 0")
 

@@ -24,8 +24,6 @@ from k3jax.ops.router import Routing, route
 from k3jax.ops.situ import situ_glu
 from k3jax.sharding import batch_island, batch_sum
 
-_ALIGN = 128  # rows a group is padded to, so that each block of rows belongs to one expert
-
 
 class RouterStats(NamedTuple):
     """What a MoE layer reports of one micro-batch, summed over its devices."""
@@ -130,7 +128,7 @@ class LatentMoE(nnx.Module):
         """Tokens sorted by expert; work proportional to what was routed."""
         w1, w3, w2 = weights
         implementation = resolve_moe(self.config)
-        align = _ALIGN if implementation == "blocked" else 1
+        align = _align(*routing.experts_NK.shape, w1.shape[0]) if implementation == "blocked" else 1
         valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
         layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
 
@@ -140,6 +138,16 @@ class LatentMoE(nnx.Module):
         rows = dispatch(z_NL, layout)
         y = matmul(self._situ(matmul(rows, w1), matmul(rows, w3)), w2)
         return combine(y, layout, routing.weights_NK)
+
+
+def _align(tokens: int, picked: int, num_experts: int) -> int:
+    """Rows that groups are padded to: a quarter of the mean group, as a power of two in 16..512.
+
+    Each block of rows belongs to one expert. On an H200 blocks of 512 are twice as fast as blocks of 128 at 2,048 rows
+    a group; with few tokens large blocks are mostly padding.
+    """
+    mean = tokens * picked // num_experts
+    return 1 << min(max((mean // 4).bit_length() - 1, 4), 9)
 
 
 def resolve_moe(config: ModelConfig) -> str:
