@@ -51,8 +51,9 @@ def main(argv: list[str]) -> int:
             Arguments, prog=f"train.py {argv[0]}", args=argv[1:], default=Arguments(load_config(argv[0]))
         )
         use_compile_cache()
-        with jax.set_mesh(make_mesh(arguments.config.mesh)):
-            train(arguments.config, allow_config_change=arguments.allow_config_change)
+        mesh = make_mesh(arguments.config.mesh)
+        with jax.set_mesh(mesh):
+            train(arguments.config, mesh, allow_config_change=arguments.allow_config_change)
     except (ConfigError, DataError, CheckpointError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """A small K3 with every mechanism, made to learn the Python standard library in minutes on one GPU.
 
-176M parameters, 70M of them active without the embedding. It is trained on under 30 MB of text, so it sees every document several times; the
-measure is whether it predicts held-out files in fewer bits than `xz -9` needs for them.
+176M parameters, 70M of them active without the embedding. It is trained on under 30 MB of text, so it sees every
+document several times; the measure is whether it predicts held-out files in fewer bits than `xz -9` needs for them.
 
 python train.py configs/stdlib_gpu.py
 """
