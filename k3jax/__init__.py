@@ -11,6 +11,8 @@ from k3jax.config import ModelConfig, RunConfig, k3, nano, proxy
 from k3jax.generate import Loaded, generate_text, load, stream_text
 from k3jax.model.k3 import K3, init_cache
 
+__version__ = "0.1.0"
+
 __all__ = [
     "K3",
     "Loaded",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+import k3jax
 from k3jax.config import RunConfig
 from k3jax.data.bits import reference_bits_per_byte, sample_text
 from k3jax.data.loader import TextData
@@ -17,7 +18,7 @@ from k3jax.ops import attention, cross_entropy, kda
 from k3jax.train import flops
 from k3jax.train.metrics import count
 
-PACKAGES = ("k3jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def implementations(config: RunConfig) -> dict[str, str]:
@@ -41,7 +42,7 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
     kinds = [layer.mixer for layer in config.model.layers]
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
     return [
-        "software    " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
+        f"software    k3jax {k3jax.__version__}  " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
         f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}); mesh: {axes}",
         f"model       {count(parameters.total)} parameters, {count(parameters.active_without_embedding)} active "
         f"without the embedding; {len(kinds)} layers: {kinds.count('kda')} KDA, {kinds.count('mla')} gated MLA",
