@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 import sys
 import tempfile
 import time
@@ -60,17 +61,18 @@ def device_events(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-def print_profile(directory: Path, steps: int, top: int = 25) -> None:
-    """Milliseconds a step by innermost named scopes and by kernel."""
+def print_profile(directory: Path, steps: int, hlo: str, top: int = 25) -> None:
+    """Milliseconds a step by the innermost known named scope of each kernel's HLO operation, and by kernel."""
+    paths = dict(re.findall(r'([\w.\-]+) = [^\n]*?op_name="([^"]*)"', hlo))
     scopes: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     for event in device_events(directory):
         ms = event["dur"] / 1e3 / steps
         kernels[event["name"][:90]] += ms
-        name = str(event.get("args", {}).get("name") or event.get("args", {}).get("tf_op", ""))
-        known = [part for part in name.replace("(", "/").replace(")", "/").split("/") if part in SCOPES]
-        backward = "bwd " if "transpose" in name else "fwd "
-        scopes[backward + (known[-1] if known else "other")] += ms
+        path = paths.get(event.get("args", {}).get("hlo_op", ""), "")
+        known = [part for part in re.split(r"[/()]", path) if part in SCOPES]
+        backward = "backward " if "transpose" in path else "forward  "
+        scopes[backward + known[-1] if known else "other"] += ms
     print(f"\nmilliseconds a step on the device ({sum(kernels.values()):.1f} in all), by scope")
     for name, ms in scopes.most_common(top):
         print(f"  {ms:9.2f}  {name}")
@@ -79,7 +81,7 @@ def print_profile(directory: Path, steps: int, top: int = 25) -> None:
         print(f"  {ms:9.2f}  {name}")
 
 
-SCOPES = {"kda", "mla", "moe", "dense", "attn_res", "head", "optimizer", "experts", "router", "conv", "recurrence"}
+SCOPES = {"kda", "mla", "moe", "dense", "attn_res", "head", "optimizer"}
 
 
 def run(arguments: Arguments) -> None:
@@ -115,7 +117,7 @@ def run(arguments: Arguments) -> None:
                     for i in range(3):
                         state, metrics = compiled(state, batches[i])
                     jax.block_until_ready(state)
-                print_profile(Path(folder), 3)
+                print_profile(Path(folder), 3, compiled.as_text())
 
 
 def report(config: RunConfig, mesh: jax.sharding.Mesh, times: np.ndarray, losses: list[float], device: Any) -> None:

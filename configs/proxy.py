@@ -12,6 +12,7 @@ config = RunConfig(
     train=TrainConfig(
         steps=200,
         remat="layer",
+        loss_chunk=4096,
         eval_interval=100,
         eval_batches=16,
         sample_interval=100,

@@ -85,7 +85,8 @@ def _remat(fn: Callable, options: Options, level: Remat) -> Callable:
 
 def _mix(config: ModelConfig, options: Options, query: AttnResQuery, partial_BTD, read: BankRead, include):
     """The input of a sublayer, and its depth-attention weights when asked for."""
-    mixed, logit = merge(read, partial_BTD, query.query(), config.norm_eps, include)
+    with jax.named_scope("attn_res"):
+        mixed, logit = merge(read, partial_BTD, query.query(), config.norm_eps, include)
     return mixed, depth_weights(read.logits, logit) if options.depth else None
 
 
@@ -185,7 +186,8 @@ def _run_block(
         rows = plan.first_block + plan.num_blocks
         valid = None if plan.num_blocks == 1 else jnp.arange(rows) <= index
         queries = _block_queries(plan.repeats, runs)
-        flat = read_bank(bank_NBTD[:rows], queries.reshape(-1, queries.shape[-1]), config.norm_eps, valid)
+        with jax.named_scope("attn_res"):
+            flat = read_bank(bank_NBTD[:rows], queries.reshape(-1, queries.shape[-1]), config.norm_eps, valid)
         reads = jax.tree.map(lambda a: a.reshape(-1, 2, *a.shape[1:]), flat)
         partial_BTD = jnp.zeros_like(partial_BTD)
     outs, i, start = [], 0, 0

@@ -88,14 +88,15 @@ def _forward(
         remat=config.train.remat if train else "none",
         histogram=train,
     )
-    loss, terms = linear_cross_entropy(
-        x_BTD,
-        params.lm_head[...],
-        batch["targets"],
-        batch["loss_mask"],
-        chunk=config.train.loss_chunk,
-        z_loss=config.train.z_loss if train else 0.0,
-    )
+    with jax.named_scope("head"):
+        loss, terms = linear_cross_entropy(
+            x_BTD,
+            params.lm_head[...],
+            batch["targets"],
+            batch["loss_mask"],
+            chunk=config.train.loss_chunk,
+            z_loss=config.train.z_loss if train else 0.0,
+        )
     counts = batch["loss_mask"].astype(jnp.int32)
     sums = Sums(
         loss=loss,
@@ -165,7 +166,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
-        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
         params = cast(K3, optax.apply_updates(cast(Any, state.params), updates))
         if threshold is not None:
             params = qk_clip(params, sums.max_logit, threshold, rows)
