@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from .gates import Activation, activate, compute_dtype
 from .intra import TILE, decay_sums, matmul, tile_scores, unbounded_scores, unit_lower_inverse
-from .segments import Aligned, align_to_chunks, running_segment
+from .segments import Aligned, align_to_chunks, document_starts
 
 
 class Raw(NamedTuple):
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """Which tokens are real and whom they belong to; None where there is nothing to say."""
 
     real_BT: Array | None = None
-    segment_BT: Array | None = None
+    starts_BT: Array | None = None
     aligned: Aligned | None = None
 
 
@@ -96,8 +96,9 @@ def _terms(raw: Raw, layout: Layout, how: Activation, chunk: int, dtype: DTypeLi
     from_start = jnp.exp(sums.before[..., None, :] + sums.prefix).reshape(g.shape)
     to_end = jnp.exp(sums.rest + sums.after[..., None, :]).reshape(g.shape)
     decay = from_start[..., -1, :]
-    if layout.segment_BT is not None:
-        strict, reads, writes, keeps = _segment_masks(layout.segment_BT, strict)
+    if layout.starts_BT is not None:
+        same, reads, writes, keeps = _document_masks(layout.starts_BT, chunk)
+        strict = strict & same
         from_start, to_end = jnp.where(reads, from_start, 0), jnp.where(writes, to_end, 0)
         decay = jnp.where(keeps, decay, 0)
     a = jnp.where(strict, scores_q, 0) + jnp.eye(chunk, dtype=g.dtype) * jnp.sum(q * k, axis=-1, keepdims=True)
@@ -112,20 +113,16 @@ def _terms(raw: Raw, layout: Layout, how: Activation, chunk: int, dtype: DTypeLi
     )
 
 
-def _segment_masks(segment_BT: Array, strict_CC: Array) -> tuple[Array, Array, Array, Array]:
-    """Which earlier tokens a token sees, which tokens read the incoming state, which write to the outgoing one, and
-    which chunks pass the state on. A chunk takes over the document that the previous one ended with."""
-    chunk = strict_CC.shape[0]
-    batch, length = segment_BT.shape
+def _document_masks(starts_BT: Array, chunk: int) -> tuple[Array, Array, Array, Array]:
+    """Which pairs of tokens are in one document, which tokens read the incoming state, which write to the outgoing
+    one, and which chunks pass the state on."""
+    batch, length = starts_BT.shape
     chunks = -(-length // chunk)
-    segment = jnp.pad(segment_BT, ((0, 0), (0, chunks * chunk - length)), mode="edge")
-    segment = jnp.moveaxis(segment.reshape(batch, chunks, 1, chunk), 1, 0)  # N B 1 C
-    last = segment[..., -1:]
-    incoming = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
-    same = segment[..., :, None] == segment[..., None, :]
-    reads = segment == incoming
-    writes = segment == last
-    return same & strict_CC, reads[..., None], writes[..., None], incoming == last
+    starts = jnp.pad(starts_BT, ((0, 0), (0, chunks * chunk - length)))
+    starts = jnp.moveaxis(starts.reshape(batch, chunks, 1, chunk), 1, 0)  # N B 1 C
+    index = jnp.sum(np.tri(chunk, dtype=bool) & starts[..., None, :], axis=-1)  # 0 is the document of the incoming state
+    last = index[..., -1:]
+    return index[..., :, None] == index[..., None, :], (index == 0)[..., None], (index == last)[..., None], last == 0
 
 
 def _scan_states(step, state: Array, inputs: tuple[Array, ...], layout: Layout, reverse: bool = False):
@@ -252,7 +249,7 @@ def kda_chunkwise(
     chunk = min(chunk_size, -(-length // TILE) * TILE)
     layout = Layout()
     if segment_ids is not None:
-        layout = Layout(real_BT=segment_ids != 0, segment_BT=running_segment(segment_ids))
+        layout = Layout(real_BT=segment_ids != 0, starts_BT=document_starts(segment_ids))
     elif cu_seqlens is not None:
         aligned = align_to_chunks(cu_seqlens, length, chunk)
         layout = Layout(real_BT=(jnp.arange(length) < cu_seqlens[-1])[None], aligned=aligned)

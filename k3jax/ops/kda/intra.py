@@ -25,14 +25,57 @@ from jax.typing import DTypeLike
 TILE = 16
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def matmul(spec: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """Einsum of two operands rounded to `dtype`, accumulated and returned in at least float32."""
+    """Einsum of two operands rounded to `dtype`, accumulated and returned in at least float32, and so its gradients."""
+    # Unless told otherwise, GPUs multiply float32 in TF32.
+    precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     accumulate = jnp.promote_types(dtype, jnp.float32)
-    # HIGHEST: GPUs multiply float32 in TF32 otherwise. It changes nothing for bfloat16 operands.
-    precision = jax.lax.Precision.HIGHEST
-    return jnp.einsum(
-        spec, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=accumulate
-    )
+    return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=accumulate)
+
+
+def _matmul_fwd(spec, a, b, dtype):
+    return matmul(spec, a, b, dtype), (a, b)
+
+
+def _matmul_bwd(spec, dtype, operands, cotangent):
+    a, b = operands
+    operand_specs, out = spec.split("->")
+    spec_a, spec_b = operand_specs.split(",")
+    d_a = matmul(f"{out},{spec_b}->{spec_a}", cotangent, b, dtype)
+    d_b = matmul(f"{spec_a},{out}->{spec_b}", a, cotangent, dtype)
+    return d_a.astype(a.dtype), d_b.astype(b.dtype)
+
+
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def decayed(x: Array, exponent: Array, dtype: DTypeLike) -> Array:
+    """`x * exp(exponent)` rounded to `dtype`, in the dtype of x.
+
+    The gradient of the exponent is that of the rounded factor: in a sum over the rows and columns of a tile, what a
+    pair gives to its row and takes from its column then cancels, where the decay between the two is not concerned.
+    """
+    return _decayed_fwd(x, exponent, dtype)[0]
+
+
+def _decayed_fwd(x, exponent, dtype):
+    decay = jnp.exp(exponent)
+    rounded = x * decay
+    if dtype == jnp.bfloat16:  # not a pair of casts, which XLA may drop
+        rounded = jax.lax.reduce_precision(rounded, exponent_bits=8, mantissa_bits=7)
+    return rounded, (decay, rounded)
+
+
+def _decayed_bwd(dtype, residuals, cotangent):
+    decay, rounded = residuals
+    d_x = cotangent * decay
+    d_exponent = cotangent * rounded
+    return d_x, d_exponent
+
+
+decayed.defvjp(_decayed_fwd, _decayed_bwd)
 
 
 class DecaySums(NamedTuple):
@@ -65,8 +108,8 @@ def decay_sums(g_NRK: Array, anchor: int) -> DecaySums:
     inside, across = (jnp.asarray(x, g_NRK.dtype) for x in _sum_matrices(tile, tiles, anchor))
 
     def products(matrix: Array, x: Array) -> Array:
-        # A batched product, although the matrix is the same in all of it: otherwise XLA transposes x and the result.
-        matrix = jnp.broadcast_to(matrix, (*x.shape[:-2], *matrix.shape))
+        # A batched product although the matrix is the same in all of it: XLA would transpose x and the result else.
+        matrix = matrix + jnp.zeros_like(x[..., :1, :1])
         return matmul("...sr,...rk->...sk", matrix, x, x.dtype)
 
     prefix, rest, row = jnp.split(products(inside, g_NRK), 3, axis=-2)
@@ -91,12 +134,12 @@ def tile_scores(q: Array, k: Array, sums: DecaySums, within: bool, dtype: DTypeL
     exponent = jnp.where(earlier < later, to_anchor + sums.rest[..., None, :, :, :], -jnp.inf)
     if within:
         exponent = jnp.where(earlier == later, -sums.row[..., None, :, :], exponent)
-    columns = k.reshape(split)[..., None, :, :, :] * jnp.exp(exponent)
+    columns = jnp.broadcast_to(k.reshape(split)[..., None, :, :, :], exponent.shape)
+    columns = decayed(columns, exponent, dtype)
     columns = columns.reshape(*lead, tiles, length, dim)
-    decay = jnp.exp(sums.row)
 
     def scores(x: Array) -> Array:
-        rows = x.reshape(split) * decay
+        rows = decayed(x.reshape(split), sums.row, dtype)
         return matmul("...nik,...njk->...nij", rows, columns, dtype).reshape(*lead, length, length)
 
     return scores(q), scores(k)
@@ -114,10 +157,17 @@ def unbounded_scores(q: Array, k: Array, g: Array, sums: DecaySums, dtype: DType
         blocks = (*lead, length // block, block, dim)
         inner_sums = decay_sums(g.reshape(*blocks[:-2], block // tile, tile, dim), 0)
         inner = tile_scores(q.reshape(blocks), k.reshape(blocks), inner_sums, False, dtype)
-        own = np.eye(length // block, dtype=bool)[:, None, :, None]
-        spread = (jnp.where(own, x[..., :, :, None, :], 0).reshape(*lead, length, length) for x in inner)
-        total = tuple(a + b for a, b in zip(total, spread))
+        total = tuple(a + _block_diagonal(b) for a, b in zip(total, inner))
     return total
+
+
+def _block_diagonal(x_NRR: Array) -> Array:
+    """[..., N, R, R] -> [..., N*R, N*R]."""
+    *lead, blocks, block, _ = x_NRR.shape
+    own = np.eye(blocks, dtype=bool)[:, None, :, None]
+    x = jnp.where(own, x_NRR[..., :, :, None, :], 0)
+    # One axis at a time: explicit sharding does not allow two to be merged at once.
+    return x.reshape(*lead, blocks * block, blocks, block).reshape(*lead, blocks * block, blocks * block)
 
 
 @jax.custom_vjp

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .gates import Activation, activate
-from .segments import running_segment, token_sequence
+from .segments import document_starts, token_sequence
 
 
 def recurrence_step(state_BHKV: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
@@ -65,7 +65,6 @@ def kda_reference(
     if sequence_T is not None:
         state, o = jax.lax.scan(packed_step, state, (*by_token, jnp.minimum(sequence_T, state.shape[0] - 1)))
     else:
-        segment = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else running_segment(segment_ids)
-        starts = jnp.diff(segment, axis=1, prepend=0) != 0
+        starts = document_starts(jnp.ones((batch, length), jnp.int32) if segment_ids is None else segment_ids)
         state, o = jax.lax.scan(rows_step, state, (*by_token, starts.T))
     return jnp.moveaxis(o, 0, 1).astype(v.dtype), state

@@ -5,21 +5,25 @@ Shape suffixes: B batch, T time, S sequences, N chunks, C tokens of a chunk.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-def running_segment(segment_ids_BT: Array) -> Array:
-    """Index [B, T] of the document each token belongs to, counted from 0 in each row; it only ever grows.
+def document_starts(segment_ids_BT: Array) -> Array:
+    """Bool [B, T]: where a row goes over to another document, which is not at its first one.
 
-    Padding (id 0) takes the index of what came before it, so a document that goes on after padding keeps its index;
-    padding before the first real token has the index of the first document, to which an initial state belongs.
+    A document that goes on after padding (id 0) does not start there: a real token is compared with the last real one.
     """
-    last_id = jax.lax.associative_scan(lambda old, new: jnp.where(new != 0, new, old), segment_ids_BT, axis=1)
-    before = jnp.pad(last_id[:, :-1], ((0, 0), (1, 0)))
-    starts = (before != 0) & (last_id != before)
-    return jnp.cumsum(starts.astype(jnp.int32), axis=1)
+    last_id, reach = segment_ids_BT, 1
+    while reach < last_id.shape[1]:  # fill padding from the left, twice as far in each step
+        last_id = jnp.where(last_id != 0, last_id, _shift(last_id, reach))
+        reach *= 2
+    before = _shift(last_id, 1)
+    return (before != 0) & (last_id != before)
+
+
+def _shift(x_BT: Array, by: int) -> Array:
+    return jnp.pad(x_BT, ((0, 0), (by, 0)))[:, : x_BT.shape[1]]
 
 
 def token_sequence(cu_seqlens: Array, length: int) -> Array:
