@@ -54,6 +54,7 @@ from k3jax.train.state import init_params
 from k3jax.train.step import max_violation
 
 use_compile_cache()  # compiled programs are kept between runs, so only the first run of this notebook is slow
+jax.config.update("jax_default_matmul_precision", "highest")  # float32 means float32 on a GPU too: we compare results
 plt.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 # %% [markdown]
@@ -165,7 +166,8 @@ print("largest change of the logits of document 2")
 print(f"document 1 reversed   {reversed_first:.1e}")
 print(f"document 1 left out   {alone:.1e}")
 print(f"both as one document  {joined:.1e}")
-assert max(reversed_first, alone) < 1e-4 * joined
+TOLERANCE = 1e-4 if config.dtype == "float32" else 5e-2
+assert max(reversed_first, alone) < TOLERANCE * joined
 
 # %% [markdown]
 # ## 3 · Which depths does a sublayer read?
@@ -227,10 +229,11 @@ for place, weights, title in (
     axis.set(title=f"Mean over tokens, {title}", xlabel="source")
 fig.axes[0].set_ylabel("layer and sublayer")
 axis = fig.add_subplot(grid[1, :])
-axis.imshow(drawn[-1, :, : n + m], aspect="auto", vmin=0, vmax=1, cmap=colours, interpolation="nearest")
+by_token, whose = (drawn, "random queries") if RUN is None else (as_built, "trained queries")
+axis.imshow(by_token[-1, :, : n + m], aspect="auto", vmin=0, vmax=1, cmap=colours, interpolation="nearest")
 axis.axvline(n - 0.5, color="white", linestyle="--")
 axis.set_yticks(range(len(sources)), sources)
-axis.set(title="Output mix token by token, random queries (dashed: document 2 begins)", xlabel="token", ylabel="source")
+axis.set(title=f"Output mix token by token, {whose} (dashed: document 2 begins)", xlabel="token", ylabel="source")
 fig.colorbar(image, ax=fig.axes, label="depth-attention weight", shrink=0.6)
 plt.show()
 
@@ -245,7 +248,8 @@ plt.show()
 # $$ b_j \leftarrow Q_{k/E}\big(\{\alpha_i - s_{ij}\}_i\big) - \text{mean} $$
 #
 # All experts move at once and so do the $\alpha_i$; hence a few updates on the same text, not one. No gradient, no
-# learning rate, no auxiliary loss. The violation of a layer is the load of its busiest expert over the mean, minus 1.
+# learning rate, no auxiliary loss. We start from zero biases. The violation of a layer is the load of its busiest
+# expert over the mean, minus 1.
 
 # %%
 MODULES = "argparse ast bdb calendar cmd code codecs configparser".split()
@@ -286,7 +290,7 @@ for axis, load, title in ((axes[0], loads[0], "before"), (axes[1], loads[-1], f"
     axis.set(title=f"Layer {worst + config.num_dense_layers}, {title}", xlabel="expert")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(loc="upper right", frameon=False)
-axes[0].set_ylabel("tokens")
+axes[0].set(ylabel="tokens", ylim=(0, 1.2 * loads[0][worst].max()))
 axes[1].sharey(axes[0])
 for layer in range(config.num_moe_layers):
     label = f"layer {layer + config.num_dense_layers}"
@@ -368,7 +372,7 @@ for t in range(PREFILL, PREFILL + 16):
 full = logits[0, PREFILL - 1 : PREFILL + 16]
 difference = jnp.abs(jnp.concatenate(stepwise) - full).max() / jnp.abs(full).max()
 print(f"prefill of {PREFILL} tokens + 16 decode steps against one pass: {difference:.1e} of the largest logit")
-assert difference < 1e-4
+assert difference < TOLERANCE
 
 # %% [markdown]
 # A fresh model writes noise. After `make train`, two lines are enough:
