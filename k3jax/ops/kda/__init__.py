@@ -2,12 +2,11 @@
 
 Source: Kimi Linear (arXiv 2510.26692) and the Kimi K3 report (arXiv 2607.24653). Example:
 
-    o = kda(q, k, v, g, beta_logit, A_log=A_log, dt_bias=dt_bias, gate="lower_bound", beta_is_logit=True, qk_l2norm=True)
+    o = kda(q, k, v, g, b, A_log=A_log, dt_bias=dt_bias, gate="lower_bound", beta_is_logit=True, qk_l2norm=True)
 """
 
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -67,10 +66,10 @@ def kda(
       qk_l2norm: divide q and k by the root of their sum of squares plus 1e-6.
       scale: multiplies q, after its normalisation. Default K^-0.5.
       initial_state: [B, H, K, V], of the first document of each row ([S, H, K, V] with `cu_seqlens`). Default zeros.
-      segment_ids: [B, T] int, the document of each token. A new id resets the state. 0 is padding: it freezes the state,
-        its output is 0 and its gradients are 0; an id that goes on after padding goes on with its state.
-      cu_seqlens: [S + 1] int, from 0: S sequences packed end to end in one row (B = 1, no `segment_ids`), sequence s being
-        tokens cu_seqlens[s] to cu_seqlens[s + 1]; length 0 is allowed. Tokens past the last one are padding.
+      segment_ids: [B, T] int, the document of each token. A new id resets the state. 0 is padding: it freezes the
+        state, its output is 0 and its gradients are 0; an id that goes on after padding goes on with its state.
+      cu_seqlens: [S + 1] int, from 0: S sequences packed end to end in one row (B = 1, no `segment_ids`), sequence s
+        being tokens cu_seqlens[s] to cu_seqlens[s + 1]; length 0 is allowed. Tokens past the last one are padding.
       return_final_state: also return the state after the last real token of each row (of each sequence).
       chunk_size: tokens per chunk of the chunkwise form, a multiple of 16. Changes speed, not results.
       implementation: "reference" (token by token), "xla" (chunkwise); None is `resolve_implementation()`.
@@ -84,7 +83,8 @@ def kda(
       ValueError: an argument has the wrong shape or value, or arguments exclude each other.
     """
     chosen = resolve_implementation(implementation)
-    how = _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, "BTHKV")
+    _check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, "BTHKV")
+    how = _activation(gate, lower_bound, beta_is_logit, qk_l2norm, scale, q.shape[-1])
     rows = q.shape[0]
     if cu_seqlens is not None:
         cu_seqlens = jnp.asarray(cu_seqlens)
@@ -131,7 +131,8 @@ def kda_step(
     Raises:
       ValueError: as `kda`.
     """
-    how = _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, "BHKV")
+    _check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, "BHKV")
+    how = _activation(gate, lower_bound, beta_is_logit, qk_l2norm, scale, q.shape[-1])
     _expect("state", state, (*q.shape, v.shape[-1]), "[B, H, K, V]")
     if active is not None:
         _expect("active", active, q.shape[:1], "[B]")
@@ -162,17 +163,27 @@ def _checked_sequences(cu_seqlens: Array, segment_ids: Array | None, batch: int)
     return cu_seqlens.shape[0] - 1
 
 
-def _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, beta_is_logit, qk_l2norm, scale, axes):
-    """Check what `kda` and `kda_step` share, with `axes` naming the axes of q and then V."""
-    names = "[" + ", ".join(axes[:-1]) + "]"
+def _check_inputs(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    gate: Gate,
+    axes: str,
+) -> None:
+    """Check what `kda` and `kda_step` share; `axes` names the axes of q and then V."""
+    tokens, names = ", ".join(axes[:-2]), "[" + ", ".join(axes[:-1]) + "]"
     if q.ndim != len(axes) - 1 or 0 in q.shape:
         raise ValueError(f"kda: q has shape {tuple(q.shape)}, expected {names}, no axis empty")
     _expect("k", k, q.shape, names)
     _expect("g", g, q.shape, names)
     if v.ndim != q.ndim or v.shape[:-1] != q.shape[:-1] or v.shape[-1] == 0:
         expected = ", ".join(map(str, q.shape[:-1]))
-        raise ValueError(f"kda: v has shape {tuple(v.shape)}, expected [{', '.join(axes[:-2])}, V] = ({expected}, V)")
-    _expect("beta", beta, q.shape[:-1], "[" + ", ".join(axes[:-2]) + "]")
+        raise ValueError(f"kda: v has shape {tuple(v.shape)}, expected [{tokens}, V] = ({expected}, V)")
+    _expect("beta", beta, q.shape[:-1], f"[{tokens}]")
     if gate not in get_args(Gate):
         raise ValueError(f"kda: unknown gate {gate!r}; there are {get_args(Gate)}")
     if (A_log is None) != (gate == "none"):
@@ -183,7 +194,12 @@ def _checked_activation(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound, bet
         _expect("A_log", A_log, q.shape[-2:-1], "[H]")
     if dt_bias is not None:
         _expect("dt_bias", dt_bias, q.shape[-2:], "[H, K]")
+
+
+def _activation(
+    gate: Gate, lower_bound: float, beta_is_logit: bool, qk_l2norm: bool, scale: float | None, key_dim: int
+) -> Activation:
     if not -5.0 <= lower_bound < 0.0:
         raise ValueError(f"kda: lower_bound must be in [-5, 0), not {lower_bound}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = key_dim**-0.5 if scale is None else float(scale)
     return Activation(gate, float(lower_bound), beta_is_logit, qk_l2norm, scale)

@@ -38,7 +38,7 @@ class Raw(NamedTuple):
     beta: Array
     A_log: Array | None
     dt_bias: Array | None
-    initial_state: Array | None
+    initial_state: Array
 
 
 class Layout(NamedTuple):
@@ -80,7 +80,8 @@ def _unchunked(x: Array, layout: Layout, length: int) -> Array:
 
 
 def _terms(raw: Raw, layout: Layout, how: Activation, chunk: int, dtype: DTypeLike, anchor: int) -> Terms:
-    """`Terms` from the raw inputs, in `dtype` but for the decay."""
+    """`Terms` from the raw inputs, in `dtype` but for the decay. `anchor`: see `intra`; 0 keeps rows free of later
+    tokens to the last bit."""
     inputs = activate(raw.q, raw.k, raw.v, raw.g, raw.beta, raw.A_log, raw.dt_bias, how, layout.real_BT)
     q, k, v, g, beta = (_chunked(x, layout, chunk) for x in inputs)
     tiles = (*g.shape[:-2], chunk // TILE, TILE, g.shape[-1])
@@ -120,7 +121,8 @@ def _document_masks(starts_BT: Array, chunk: int) -> tuple[Array, Array, Array, 
     chunks = -(-length // chunk)
     starts = jnp.pad(starts_BT, ((0, 0), (0, chunks * chunk - length)))
     starts = jnp.moveaxis(starts.reshape(batch, chunks, 1, chunk), 1, 0)  # N B 1 C
-    index = jnp.sum(np.tri(chunk, dtype=bool) & starts[..., None, :], axis=-1)  # 0 is the document of the incoming state
+    # Counted within the chunk: 0 is the document of the incoming state.
+    index = jnp.sum(np.tri(chunk, dtype=bool) & starts[..., None, :], axis=-1)
     last = index[..., -1:]
     return index[..., :, None] == index[..., None, :], (index == 0)[..., None], (index == last)[..., None], last == 0
 
@@ -149,11 +151,10 @@ def _forward(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Arr
         v = (u - matmul("bhck,bhkv->bhcv", w, read, dtype)).astype(dtype)
         return decay[..., None] * state + matmul("bhck,bhcv->bhkv", k, v, dtype), (read, v)
 
-    start = raw.initial_state
-    final, (states, v) = _scan_states(
-        step, start, (terms.k_NBHCK, terms.w_NBHCK, terms.u_NBHCV, terms.decay_NBHK), layout
-    )
-    o = matmul("...ck,...kv->...cv", terms.q_NBHCK, states, dtype) + matmul("...cd,...dv->...cv", terms.a_NBHCC, v, dtype)
+    inputs = (terms.k_NBHCK, terms.w_NBHCK, terms.u_NBHCV, terms.decay_NBHK)
+    final, (states, v) = _scan_states(step, raw.initial_state, inputs, layout)
+    o = matmul("...ck,...kv->...cv", terms.q_NBHCK, states, dtype)
+    o = o + matmul("...cd,...dv->...cv", terms.a_NBHCC, v, dtype)
     return _unchunked(o.astype(raw.v.dtype), layout, raw.q.shape[1]), final, states
 
 
@@ -187,13 +188,8 @@ def _kda_bwd(how, chunk, residuals, cotangents):
         d_start = decay[..., None] * d_state + d_read - matmul("bhck,bhcv->bhkv", w, d_v, dtype)
         return d_start, (passed, d_v)
 
-    d_start, (d_states, d_v) = _scan_states(
-        step,
-        d_final,
-        (terms.k_NBHCK, terms.w_NBHCK, terms.decay_NBHK, d_v_local, d_state_local),
-        layout,
-        reverse=True,
-    )
+    inputs = (terms.k_NBHCK, terms.w_NBHCK, terms.decay_NBHK, d_v_local, d_state_local)
+    d_start, (d_states, d_v) = _scan_states(step, d_final, inputs, layout, reverse=True)
     d_terms = Terms(
         q_NBHCK=matmul("...cv,...kv->...ck", d_o, states, dtype).astype(dtype),
         k_NBHCK=matmul("...cv,...kv->...ck", v, d_states, dtype).astype(dtype),

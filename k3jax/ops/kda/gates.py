@@ -1,6 +1,6 @@
 """What turns the raw inputs of KDA into the quantities of its recurrence.
 
-Shape suffixes: B batch, T time, H heads, K key dim, V value dim. Every function here also takes inputs without T (one token).
+Shape suffixes: B batch, T time, H heads, K key dim, V value dim. The functions also take inputs without T (one token).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def l2_normalise(x: Array) -> Array:
 def log_decay(g: Array, A_log: Array, dt_bias: Array | None, gate: Gate, lower_bound: float) -> Array:
     """Log-decay [..., H, K], never above 0, from the raw gate.
 
-    "lower_bound" (Kimi K3; report, section on KDA) is `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, in
+    "lower_bound" (Kimi K3, report §2.1) is `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, in
     (lower_bound, 0); "softplus" (Kimi Linear, arXiv 2510.26692) is `-exp(A_log) * softplus(g + dt_bias)`, unbounded.
     A_log [H] is per head, dt_bias [H, K] per head and channel.
     """

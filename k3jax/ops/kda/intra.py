@@ -1,12 +1,14 @@
 """What a chunk of KDA computes without its incoming state: decayed scores and the inverse of a triangular matrix.
 
 The decay between two tokens sits inside the sum over channels, so it must be split around an anchor a into
-`(x_i e^{G_i - G_a}) (k_j e^{G_a - G_j})`, with G the running sum of the log-decay. How far the exponents may rise decides
-how many tokens may share an anchor:
+`(x_i e^{G_i - G_a}) (k_j e^{G_a - G_j})`, with G the running sum of the log-decay. Which anchor keeps the exponents in
+range depends on the pair:
 
-* tokens of different tiles: the anchor is the first row of the later tile, and neither exponent is above 0;
+* tokens of different tiles: the first row of the later tile. Neither exponent is above 0;
 * tokens of one 16-token tile, log-decay >= -5: the first row again, exponents within 75 (e^75 = 4e32 fits float32 and
-  bfloat16). A row then depends on no later token, to the last bit;
+  bfloat16). A row then depends on no later token, to the last bit. The backward pass need not care about that and
+  takes the middle row, exponents within 40: the gradient of a column is its factor times a sum that holds the inverse
+  of the factor, and e^-75 times a small cotangent (of a mean over many tokens) is below the smallest float32;
 * tokens of one tile, unbounded log-decay: the tile is cut into smaller tiles, down to single tokens.
 
 Sums of log-decay are taken over the tokens concerned and never as differences of longer sums, which would lose digits
@@ -146,19 +148,19 @@ def tile_scores(q: Array, k: Array, sums: DecaySums, within: bool, dtype: DTypeL
 
 
 def unbounded_scores(q: Array, k: Array, g: Array, sums: DecaySums, dtype: DTypeLike) -> tuple[Array, Array]:
-    """`tile_scores` within tiles too, for any log-decay <= 0. `sums` are those of 16-token tiles around their first row.
+    """`tile_scores` within tiles too, for any log-decay <= 0; `sums` is of 16-token tiles around their first row.
 
     Tiles of 16 in the chunk, of 4 in those, of 1 in those: every pair of different tokens is in different tiles once,
     where no exponent is above 0. The diagonal comes out as 0.
     """
     *lead, length, dim = k.shape
-    total = tile_scores(q, k, sums, False, dtype)
+    total_q, total_k = tile_scores(q, k, sums, False, dtype)
     for block, tile in ((TILE, 4), (4, 1)):
         blocks = (*lead, length // block, block, dim)
         inner_sums = decay_sums(g.reshape(*blocks[:-2], block // tile, tile, dim), 0)
-        inner = tile_scores(q.reshape(blocks), k.reshape(blocks), inner_sums, False, dtype)
-        total = tuple(a + _block_diagonal(b) for a, b in zip(total, inner))
-    return total
+        inner_q, inner_k = tile_scores(q.reshape(blocks), k.reshape(blocks), inner_sums, False, dtype)
+        total_q, total_k = total_q + _block_diagonal(inner_q), total_k + _block_diagonal(inner_k)
+    return total_q, total_k
 
 
 def _block_diagonal(x_NRR: Array) -> Array:
@@ -175,8 +177,8 @@ def unit_lower_inverse(m_CC: Array) -> Array:
     """(I + M)^-1 of strictly lower triangular M [..., C, C], C a multiple of 16.
 
     16x16 blocks by forward substitution, then pairs of blocks merged by [[A, 0], [B, D]]^-1 = [[A^-1, 0],
-    [-D^-1 B A^-1, D^-1]]. Neumann doubling, (I - M)(I + M^2)(I + M^4)..., is exact too but its powers grow binomially for
-    near-parallel keys: it loses four of float32's seven digits on 16x16 blocks already.
+    [-D^-1 B A^-1, D^-1]]. Neumann doubling, (I - M)(I + M^2)(I + M^4)..., ends too, but its powers grow binomially for
+    near-parallel keys: on 16x16 blocks already it loses four of float32's seven digits.
     """
     size = m_CC.shape[-1]
     padded = TILE << max(0, (size // TILE - 1).bit_length())  # a power of two of blocks

@@ -48,7 +48,9 @@ def kda_reference(
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = jnp.zeros((rows, heads, q.shape[-1], v.shape[-1]))
     # Adding what depends on no value gives the carry the sharding and the varying axes of the inputs.
-    state = initial_state.astype(inputs[0].dtype) + jnp.zeros_like(inputs[1][:, 0, ..., None] * inputs[2][:, 0, :, None])
+    state = initial_state.astype(inputs[0].dtype) + jnp.zeros_like(
+        inputs[1][:, 0, ..., None] * inputs[2][:, 0, :, None]
+    )
 
     def rows_step(state, token):
         *inputs_t, start_B = token
