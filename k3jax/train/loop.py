@@ -120,7 +120,6 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
         run = _Run(config, mesh, data, loader, store, display, stop)
         run.restore(allow_config_change)
         stack.callback(run.close)
-        run.compile()
         run.run()
 
 
@@ -203,6 +202,8 @@ class _Run:
 
     def run(self) -> None:
         """Steps until the end of the run or a request to stop."""
+        if self.step < self.config.train.steps:
+            self.compile()
         first, self.begin = self.step, time.perf_counter()
         if self.step == 0:
             self._evaluate()

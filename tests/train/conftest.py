@@ -2,10 +2,21 @@
 
 import random
 
+import jax
 import pytest
 from micro import micro_config
 
 from k3jax.config import RunConfig
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_compilation():
+    """These programs run for milliseconds: compiling them is all the time they take, here and in child processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from micro import micro_config, micro_model
 
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, RunConfig, to_dict
+from k3jax.data.loader import open_data
 from k3jax.sharding import make_mesh
 from k3jax.train import loop
 from k3jax.train import step as step_module
-from k3jax.train.loop import NonFiniteError
+from k3jax.train.loop import NonFiniteError, StopRequest
 from k3jax.train.metrics import read_records
 
 
@@ -58,7 +60,7 @@ def records(config: RunConfig, kind: str = "train") -> list[dict]:
     return [{k: v for k, v in r.items() if k not in timing} for r in found if r["kind"] == kind]
 
 
-def assert_same_end(a: RunConfig, b: RunConfig) -> None:
+def assert_same_end(a: RunConfig, b: RunConfig, curve: bool = True) -> None:
     """Both runs have the same last step, the same bits in every array, the same data position, the same curve."""
     (step_a, arrays_a), (step_b, arrays_b) = saved_arrays(a), saved_arrays(b)
     assert step_a == step_b
@@ -66,7 +68,8 @@ def assert_same_end(a: RunConfig, b: RunConfig) -> None:
     for name, value in arrays_a.items():
         assert value.tobytes() == arrays_b[name].tobytes(), name
     assert read_only(a).read_record().data == read_only(b).read_record().data
-    assert records(a) == records(b)
+    if curve:
+        assert records(a) == records(b)
 
 
 @pytest.fixture(scope="session")
@@ -77,38 +80,55 @@ def uninterrupted(text_folder, tmp_path_factory):
     return config
 
 
-def interrupt(monkeypatch, at_step: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """Sends this process a signal while step `at_step` of the next run is being prepared."""
+def interrupt(monkeypatch, at_step: int) -> None:
+    """Sends this process SIGTERM while the `at_step`-th step of the next run is being prepared."""
     calls, real = [], loop.place_batch
 
     def place_batch(*args):
         calls.append(1)
         if len(calls) == at_step:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
     monkeypatch.setattr(loop, "place_batch", place_batch)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_for_bit(uninterrupted, micro_run, monkeypatch, capsys, number):
+def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_for_bit(uninterrupted, micro_run, monkeypatch, capsys):
     config = micro_run()
     with monkeypatch.context() as patch:
-        interrupt(patch, 3, number)
+        interrupt(patch, 3)
         train(config)
     assert read_only(config).latest == 3
-    assert f"{number.name}: stopped after step 3" in capsys.readouterr().out
+    assert "SIGTERM: stopped after step 3" in capsys.readouterr().out
     train(config)
     assert "resuming    from" in capsys.readouterr().out
     assert_same_end(config, uninterrupted)
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_evaluating_and_sampling_leave_no_trace_in_the_run(uninterrupted, micro_run):
-    config = micro_run(train={"eval_interval": 2, "sample_interval": 3, "sample_tokens": 4})
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_first_signal_asks_and_a_second_one_interrupts(number):
+    before = signal.getsignal(number)
+    with StopRequest().installed() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.signal == number.name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_evaluating_sampling_and_profiling_leave_no_trace_in_the_run(uninterrupted, micro_run, capsys):
+    config = micro_run(
+        train={"eval_interval": 2, "sample_interval": 6, "sample_tokens": 4, "profile_steps": (2, 3), "log_interval": 2}
+    )
     train(config)
-    assert_same_end(config, uninterrupted)
+    assert_same_end(config, uninterrupted, curve=False)
     assert [r["step"] for r in records(config, "eval")] == [0, 2, 4, 6]
+    assert [r["step"] for r in records(config)] == [2, 4, 6]
+    assert list((Path(config.run_dir) / "profile").rglob("*.xplane.pb"))
+    shown = capsys.readouterr().out
+    assert "step 6: sample" in shown
+    assert "unigram" in shown
 
 
 DRIVER = """
@@ -158,7 +178,9 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted, micro_run, mode, when):
     left = [p.name for p in (Path(config.run_dir) / "checkpoints").iterdir()]
     if mode == "save":
         assert any("tmp" in name for name in left), "the save was over before the kill"
-    assert read_only(config).steps == [2]
+        assert read_only(config).steps == [2]
+    else:  # the save of step 2 may still have been under way
+        assert read_only(config).steps in ([], [2])
     train(config)
     assert_same_end(config, uninterrupted)
 
@@ -192,90 +214,68 @@ def test_a_finished_run_is_left_alone(uninterrupted, capsys):
     assert [r["step"] for r in records(uninterrupted)] == [1, 2, 3, 4, 5, 6]
 
 
-def stopped_run(micro_run, monkeypatch, at_step: int = 2, **parts) -> RunConfig:
-    config = micro_run(**parts)
+def test_a_run_may_go_on_with_longer_sequences_when_told(micro_run, monkeypatch, capsys):
+    config = micro_run()
     with monkeypatch.context() as patch:
-        interrupt(patch, at_step)
+        interrupt(patch, 2)
         train(config)
-    return config
-
-
-def test_a_changed_configuration_is_refused_with_the_difference_unless_told(micro_run, monkeypatch, capsys):
-    config = stopped_run(micro_run, monkeypatch)
-    changed = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-3))
-    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate +0\.01 → 0\.003") as error:
-        train(changed)
-    assert "--allow-config-change" in str(error.value)
-    assert read_only(config).latest == 2
-    # what decides only what is shown and kept may change freely
-    shown = dataclasses.replace(config, train=dataclasses.replace(config.train, log_interval=2, keep_last=1))
-    with monkeypatch.context() as patch:
-        interrupt(patch, 1)
-        train(shown)
-    assert read_only(config).latest == 3
-    train(changed, allow_config_change=True)
-    assert "changed   optimizer.learning_rate" in capsys.readouterr().out
-    assert read_only(config).read_record().config["optimizer"]["learning_rate"] == 3e-3
-
-
-def test_a_run_may_go_on_with_longer_sequences_when_told(micro_run, monkeypatch):
-    config = stopped_run(micro_run, monkeypatch)
     longer = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=48, batch_size=2))
     with pytest.raises(ConfigError, match=r"data\.sequence_length +32 → 48"):
         train(longer)
+    assert read_only(config).steps == [2]
     train(longer, allow_config_change=True)
-    position = read_only(config).read_record().data
-    assert position["next_row"] == 2 * 4 + 4 * 2
+    assert "changed   data.sequence_length" in capsys.readouterr().out
+    saved = read_only(config).read_record()
+    assert saved.data["next_row"] == 2 * 4 + 4 * 2
+    assert saved.config["data"]["sequence_length"] == 48
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("overrides", [{"hidden_size": 48}, {"situ_beta": 3.0}])
-def test_another_models_checkpoint_is_refused_even_when_told(uninterrupted, overrides):
-    other = dataclasses.replace(uninterrupted, model=micro_model(**overrides))
-    with pytest.raises(CheckpointError, match=rf"another model.*\n.*model\.{next(iter(overrides))}"):
+def test_another_models_checkpoint_is_refused_even_when_told(uninterrupted):
+    other = dataclasses.replace(uninterrupted, model=micro_model(hidden_size=48))
+    with pytest.raises(CheckpointError, match=r"another model.*\n.*model\.hidden_size +32 → 48"):
         train(other, allow_config_change=True)
 
 
-def poison(monkeypatch, config: RunConfig, step: int) -> int:
-    """Makes the loss NaN in every batch that holds one document of step `step`; returns that document."""
-    from k3jax.data.loader import open_data
+def spoil(monkeypatch, config: RunConfig, folder: Path, steps: tuple[int, ...]) -> tuple[RunConfig, list[int]]:
+    """A run whose loss is NaN in these steps only, each through one document; also returns those documents.
 
-    data = open_data(config.data)
+    A character of a document becomes \\x01 where that step reads it, and the loss is NaN where \\x01 is a target.
+    """
+    copy = Path(shutil.copytree(config.data.source, folder))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=str(copy)))
+    data, documents = open_data(config.data), []
     with data.train_loader() as loader:
-        batches = [next(loader) for _ in range(config.train.steps)]
-    earlier = {int(i) for batch in batches[: step - 1] for i in batch["document_ids"].ravel()}
-    later = {int(i) for batch in batches[step:] for i in batch["document_ids"].ravel()}
-    document = next(int(i) for i in batches[step - 1]["document_ids"].ravel() if int(i) not in earlier | later | {-1})
-    bad = batches[step - 1]["document_ids"] == document
-    tokens = jnp.asarray(np.unique(batches[step - 1]["tokens"][bad.any(1)], axis=0))
+        for step, batch in zip(range(1, max(steps) + 1), loader):
+            if step in steps:
+                ids, targets, mask = (batch[name][0] for name in ("document_ids", "targets", "loss_mask"))
+                text = bytes(targets[mask & (ids == ids[0])].astype(np.uint8)).decode()
+                path = copy / data.documents.name(int(ids[0]))
+                assert path.read_text().count(text) == 1
+                path.write_text(path.read_text().replace(text, text[:-1] + "\x01"))
+                documents.append(int(ids[0]))
     real = step_module.linear_cross_entropy
 
-    def nan_on_those_rows(x, w, targets, mask, **options):
+    def nan_at_the_mark(x, w, targets, mask, **options):
         loss, aux = real(x, w, targets, mask, **options)
-        shifted = tokens[:, 1:]
-        hit = jnp.any(jnp.all((targets[:, None, :-1] == shifted) | ~mask[:, None, :-1], -1) & mask.any(-1)[:, None])
-        return jnp.where(hit, jnp.nan, loss), aux
+        return jnp.where(jnp.any(targets == 1), jnp.nan, loss), aux
 
-    monkeypatch.setattr(step_module, "linear_cross_entropy", nan_on_those_rows)
-    return document
+    monkeypatch.setattr(step_module, "linear_cross_entropy", nan_at_the_mark)
+    return config, documents
 
 
-def test_a_nan_stops_the_run_and_names_the_documents(micro_run, monkeypatch):
-    config = micro_run()
-    document = poison(monkeypatch, config, step=5)
-    with pytest.raises(NonFiniteError, match="step 5 is not finite"):
+def test_a_nan_stops_the_run_names_the_documents_and_may_be_skipped(micro_run, monkeypatch, tmp_path):
+    config, (document,) = spoil(monkeypatch, micro_run(), tmp_path / "spoiled", (5,))
+    with pytest.raises(NonFiniteError, match=r"step 5 is not finite: cross_entropy|step 5 is not finite"):
         train(config)
     facts = json.loads((Path(config.run_dir) / "nonfinite_step_5.json").read_text())
     assert facts["step"] == 5
     assert facts["metrics"]["loss"] == "nan"
-    assert str(document) in facts["documents"]
     assert facts["documents"][str(document)].endswith(".txt")
     step, arrays = saved_arrays(config)
     assert step == 4
     assert all(np.isfinite(value).all() for value in arrays.values())
-    # the same command meets the same batch; with a budget it goes past it
-    with pytest.raises(NonFiniteError, match="step 5"):
-        train(config)
+
     patient = dataclasses.replace(config, train=dataclasses.replace(config.train, skip_nonfinite=1))
     train(patient)
     step, arrays = saved_arrays(patient)
@@ -284,28 +284,10 @@ def test_a_nan_stops_the_run_and_names_the_documents(micro_run, monkeypatch):
     assert all(np.isfinite(value).all() for value in arrays.values())
 
 
-def test_a_spent_skip_budget_is_remembered_across_a_resume(micro_run, monkeypatch):
-    config = micro_run(train={"skip_nonfinite": 1})
+def test_a_spent_skip_budget_is_remembered_across_a_resume(micro_run, monkeypatch, tmp_path):
+    config, _ = spoil(monkeypatch, micro_run(train={"skip_nonfinite": 1}), tmp_path / "spoiled", (1, 4))
     with monkeypatch.context() as patch:
-        poison(patch, config, step=1)
         interrupt(patch, 2)
         train(config)
-    poison(monkeypatch, config, step=4)
     with pytest.raises(NonFiniteError, match=r"step 4 .*allows no more"):
         train(config)
-
-
-def test_unfinished_lines_and_later_steps_are_dropped_from_the_metrics(micro_run, monkeypatch):
-    config = stopped_run(micro_run, monkeypatch)
-    path = Path(config.run_dir) / "metrics.jsonl"
-    # as if the process had been killed at step 4, after its last checkpoint, in the middle of a line
-    path.write_text(path.read_text() + '{"kind": "train", "step": 3, "loss": 9}\n{"kind": "train", "st')
-    train(config)
-    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
-    assert records(config)[2]["loss"] != 9
-
-
-def test_a_profile_of_the_chosen_steps_is_written(micro_run):
-    config = micro_run(train={"steps": 3, "profile_steps": (2, 3)})
-    train(config)
-    assert list((Path(config.run_dir) / "profile").rglob("*.xplane.pb"))

@@ -21,9 +21,6 @@ TOKEN_BYTES = np.repeat(np.array([1, 0], np.int32), 256)
 FLOAT64 = {"dtype": "float64", "param_dtype": "float64"}
 NAN_LOSS, NAN_GRADIENT = 255, 254  # targets that spoil a batch of the `trained` fixture
 
-# these programs run once or twice: compiling them is all the time they take
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 @pytest.fixture
 def mesh():
@@ -55,11 +52,14 @@ def build(config: RunConfig, mesh) -> tuple[TrainState, object]:
 
 
 def spread(state: TrainState) -> TrainState:
-    """Router biases and depth queries away from zero, so that nothing is symmetric."""
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape, x.dtype), state.params)
-    bias = 0.02 * jax.random.normal(next(keys), state.router_bias.shape)
-    return dataclasses.replace(state, params=params, router_bias=bias)
+    """Parameters and router biases away from their symmetric start."""
+    rng = np.random.default_rng(1)
+
+    def shake(x: jax.Array, by: float) -> jax.Array:  # NumPy: JAX would compile each shape
+        return jax.device_put((np.asarray(x) + by * rng.standard_normal(x.shape)).astype(x.dtype), x.sharding)
+
+    params = jax.tree.map(lambda x: shake(x, 0.05), state.params)
+    return dataclasses.replace(state, params=params, router_bias=shake(state.router_bias, 0.02))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def trained(text_folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh):
         patch.setattr(step_module, "linear_cross_entropy", poisoned)
         state, optimizer = build(config, mesh)
-        train_step = jit(make_train_step(config, optimizer, TOKEN_BYTES)).lower(
+        train_step = jax.jit(make_train_step(config, optimizer, TOKEN_BYTES)).lower(
             state, place_batch(random_batch(), 2, mesh)
         )
         return state, train_step.compile()
@@ -86,7 +86,7 @@ def trained(text_folder, tmp_path_factory):
 def test_one_batch_in_four_parts_gives_the_same_gradients_and_the_same_counts(micro_run, mesh, x64):
     config = micro_run(model=micro_model(**FLOAT64), train={"z_loss": 1e-3})
     state, batch = build(config, mesh)[0], random_batch()
-    compute = jit(functools.partial(gradients, config, token_bytes=TOKEN_BYTES))
+    compute = jax.jit(functools.partial(gradients, config, token_bytes=TOKEN_BYTES))
     whole, sums = compute(state.params, state.router_bias, place_batch(batch, 1, mesh))
     split, split_sums = compute(state.params, state.router_bias, place_batch(batch, 4, mesh))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split)):
@@ -108,7 +108,7 @@ def test_eight_data_shards_take_the_same_step_as_one_device(micro_run, x64):
                 model=micro_model(**FLOAT64), optimizer={"muon_ns_dtype": "float64"}, data={"batch_size": 8}
             )
             state, optimizer = build(config, mesh)
-            train_step = jit(make_train_step(config, optimizer, TOKEN_BYTES))
+            train_step = jax.jit(make_train_step(config, optimizer, TOKEN_BYTES))
             results.append(jax.device_get(train_step(state, place_batch(batch, 1, mesh))))
     (one, one_metrics), (eight, eight_metrics) = results
     np.testing.assert_array_equal(one.router_bias, eight.router_bias)
@@ -121,7 +121,7 @@ def test_eight_data_shards_take_the_same_step_as_one_device(micro_run, x64):
 def test_the_new_bias_comes_from_the_batch_that_the_old_one_routed(trained, mesh):
     (state, train_step), batch = trained, random_batch()
 
-    @jit
+    @jax.jit
     def forward(params, tokens, segment_ids, bias):
         return params.features(tokens, segment_ids, router_bias=bias, histogram=True)[1]
 
@@ -140,9 +140,9 @@ def test_the_new_bias_comes_from_the_batch_that_the_old_one_routed(trained, mesh
 def test_evaluation_routes_with_the_biases_it_is_given_and_weighs_by_tokens(micro_run, mesh):
     config = micro_run(train={"z_loss": 0.1})
     state = build(config, mesh)[0]
-    evaluate, batch = jit(make_eval_step(config, TOKEN_BYTES)), random_batch()
+    evaluate, batch = jax.jit(make_eval_step(config, TOKEN_BYTES)), random_batch()
     result = evaluate(state.params, state.router_bias, place_batch(batch, 2, mesh))
-    logits = jit(lambda params, *inputs, bias: params(*inputs, router_bias=bias))(
+    logits = jax.jit(lambda params, *inputs, bias: params(*inputs, router_bias=bias))(
         state.params, batch["tokens"], batch["segment_ids"], bias=state.router_bias
     )
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch["targets"])[..., None], -1)[..., 0]
@@ -179,7 +179,8 @@ def test_a_batch_of_padding_changes_no_bias_and_stays_finite(trained, mesh):
 
 def test_abstract_state_describes_the_real_one(micro_run, mesh):
     config = micro_run()
-    state, optimizer = build(config, mesh)
+    optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+    state = create_state(config.model, optimizer.transform, mesh, 0)
     abstract = abstract_state(config.model, optimizer.transform, mesh)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
