@@ -103,7 +103,7 @@ def _terms(raw: Raw, layout: Layout, how: Activation, chunk: int, dtype: DTypeLi
         from_start, to_end = jnp.where(reads, from_start, 0), jnp.where(writes, to_end, 0)
         decay = jnp.where(keeps, decay, 0)
     a = jnp.where(strict, scores_q, 0) + jnp.eye(chunk, dtype=g.dtype) * jnp.sum(q * k, axis=-1, keepdims=True)
-    inverse = unit_lower_inverse(jnp.where(strict, scores_k * beta[..., None], 0))
+    inverse = unit_lower_inverse(jnp.where(strict, scores_k, 0) * beta[..., None])
     return Terms(
         q_NBHCK=(q * from_start).astype(dtype),
         k_NBHCK=(k * to_end).astype(dtype),
