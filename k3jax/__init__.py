@@ -1,15 +1,13 @@
 """Kimi K3 in JAX.
 
 import k3jax
-model = k3jax.K3(k3jax.nano(), rngs=k3jax.Rngs(0))       # or: run = k3jax.load("runs/nano"); run.model
+model = k3jax.create(k3jax.nano())       # or: run = k3jax.load("runs/nano"); run.model
 logits = model(tokens, segment_ids=segment_ids)
 """
 
-from flax.nnx import Rngs
-
 from k3jax.config import ModelConfig, RunConfig, k3, nano, proxy
 from k3jax.generate import Loaded, generate_text, load, stream_text
-from k3jax.model.k3 import K3, init_cache
+from k3jax.model.k3 import K3, create, init_cache
 
 __version__ = "0.1.0"
 
@@ -17,8 +15,8 @@ __all__ = [
     "K3",
     "Loaded",
     "ModelConfig",
-    "Rngs",
     "RunConfig",
+    "create",
     "generate_text",
     "init_cache",
     "k3",

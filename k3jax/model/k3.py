@@ -7,9 +7,8 @@
 A `K3` is a pytree of parameters and its call is a pure function:
 
     >>> import jax.numpy as jnp
-    >>> from flax import nnx
     >>> from k3jax.config import nano
-    >>> model = K3(nano(), rngs=nnx.Rngs(0))
+    >>> model = create(nano())
     >>> model(jnp.zeros((1, 8), jnp.int32)).shape
     (1, 8, 512)
 
@@ -177,6 +176,13 @@ class K3(nnx.Module):
                     place = numbers.index(number)
                     return jax.tree.map(lambda a: a[place], run)  # noqa: B023 - used at once
         raise IndexError(f"layer {number} is outside 0..{self.config.num_layers - 1}")
+
+
+def create(config: ModelConfig, seed: int = 0) -> K3:
+    """A freshly initialised model, made by one compiled function (calling `K3` itself runs hundreds of small ones)."""
+    # optimising code that runs once would take longer than running it
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(lambda: K3(config, rngs=nnx.Rngs(seed)), compiler_options=options)()
 
 
 def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:

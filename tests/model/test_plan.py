@@ -7,7 +7,7 @@ from flax import nnx
 from helpers import micro
 
 from k3jax.config import k3, nano, proxy
-from k3jax.model.k3 import K3
+from k3jax.model.k3 import K3, create
 from k3jax.model.plan import plan_layers
 
 
@@ -42,7 +42,7 @@ def test_every_layer_appears_once_with_its_kind():
 
 
 def test_layer_by_number_reads_the_stack():
-    model = K3(micro(), rngs=nnx.Rngs(0))
+    model = create(micro())
     run = model.segments[0].runs[1]  # layer 1
     np.testing.assert_array_equal(model.layer(1).mixer.q_proj[...], run.mixer.q_proj[...][0])
     assert model.layer(3).spec.mixer == "mla"

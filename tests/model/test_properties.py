@@ -22,12 +22,14 @@ WIDE = {"dtype": "float64", "param_dtype": "float64"}
 
 def build(seed=0, **overrides):
     """A micro model whose every parameter is random, biases included (zero queries would hide AttnRes)."""
-    model = K3(micro(**overrides), rngs=nnx.Rngs(seed))
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return jax.tree.unflatten(
-        tree, [a + 0.2 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
-    )
+
+    def make():
+        leaves, tree = jax.tree.flatten(K3(micro(**overrides), rngs=nnx.Rngs(seed)))
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        noisy = [a + 0.2 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(tree, noisy)
+
+    return jax.jit(make, compiler_options={"xla_backend_optimization_level": 0})()
 
 
 def random_bias(config, seed=5):
