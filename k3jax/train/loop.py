@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -160,53 +161,35 @@ class _Run:
         )
 
     def restore(self, allow_config_change: bool) -> None:
-        """A fresh state, or that of the last checkpoint together with the data position."""
+        """Reads the last checkpoint, if there is one, and says what will run."""
         config, latest = self.config, self.store.latest
-        self.step = latest or 0
-        self.skipped = 0
+        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh)
+        self.step, self.skipped = latest or 0, 0
         changes: list[str] = []
-        if latest is None:
-            self.state = create_state(config.model, self.optimizer.transform, self.mesh, config.train.seed)
-        else:
-            where = str(self.store.directory / str(latest))
+        if latest is not None:
             saved = self.store.read_record(latest)
-            changes = check_resume(saved, self.record(), where, allow_config_change)
-            like = abstract_state(config.model, self.optimizer.transform, self.mesh)
-            model = self.store.load("model", model_part(like), latest)
-            training = self.store.load("training", training_part(like), latest)
-            self.state = dataclasses.replace(like, **model, **training)
+            changes = check_resume(saved, self.record(), str(self._path(latest)), allow_config_change)
+            model = self.store.load("model", model_part(self.like), latest)
+            training = self.store.load("training", training_part(self.like), latest)
+            self.state = dataclasses.replace(self.like, **model, **training)
             self.loader.set_state(saved.data)
             self.skipped = latest - int(self.state.step)
-        self._report(latest, changes)
-        self.log = MetricsLog(self.run_dir, self.step)
-
-    def _report(self, resumed_from: int | None, changes: list[str]) -> None:
-        for line in start_report(self.config, self.mesh, self.data, self.peak):
+        for line in start_report(config, self.mesh, self.data, self.peak):
             self.display.print(line)
-        if resumed_from is not None:
-            self.display.print(f"resuming    from {self.store.directory / str(resumed_from)}")
+        if latest is not None:
+            self.display.print(f"resuming    from {self._path(latest)}")
             for line in changes:
                 self.display.print(f"  changed {line}")
+        self.log = MetricsLog(self.run_dir, self.step)
 
-    def compile(self) -> None:
-        """Compiles both steps ahead of time: a later change of shape or sharding is an error, not a silent wait."""
-        begin = time.perf_counter()
-        token_bytes = self.data.tokenizer.token_bytes
-        batch = abstract_batch(self.config, self.mesh)
-        train_step = jax.jit(make_train_step(self.config, self.optimizer, token_bytes), donate_argnums=0)
-        eval_step = jax.jit(make_eval_step(self.config, token_bytes))
-        self.train_step = train_step.lower(self.state, batch).compile()
-        self.eval_step = eval_step.lower(self.state.params, self.state.router_bias, batch).compile()
-        cache = jax.config.jax_compilation_cache_dir
-        self.display.print(f"compiled    in {duration(time.perf_counter() - begin)} (cache: {cache})")
+    def _path(self, step: int) -> Path:
+        return self.store.directory / str(step)
 
     def run(self) -> None:
         """Steps until the end of the run or a request to stop."""
         if self.step < self.config.train.steps:
-            self.compile()
+            self._prepare()
         first, self.begin = self.step, time.perf_counter()
-        if self.step == 0:
-            self._evaluate()
         self.clock.resume()
         while self.step < self.config.train.steps and self.stop.signal is None:
             self._advance()
@@ -221,6 +204,32 @@ class _Run:
             return
         self.store.wait()
         self._summary(self.step - first)
+
+    def _prepare(self) -> None:
+        """Compiles the training step beside everything else that comes before the first step.
+
+        Compiled ahead of time, a later change of shape or sharding is an error and not a silent wait.
+        """
+        begin, config = time.perf_counter(), self.config
+        token_bytes, batch = self.data.tokenizer.token_bytes, abstract_batch(config, self.mesh)
+
+        def compile_step() -> Any:
+            with jax.set_mesh(self.mesh):  # a mesh is set for one thread
+                step = make_train_step(config, self.optimizer, token_bytes)
+                return jax.jit(step, donate_argnums=0).lower(self.like, batch).compile()
+
+        with ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(compile_step)
+            if self.step == 0:
+                self.state = create_state(config.model, self.optimizer.transform, self.mesh, config.train.seed)
+            if config.train.eval_interval:
+                eval_step = jax.jit(make_eval_step(config, token_bytes))
+                self.eval_step = eval_step.lower(self.state.params, self.state.router_bias, batch).compile()
+                if self.step == 0:
+                    self._evaluate()
+            self.train_step = compiling.result()
+        took = duration(time.perf_counter() - begin)
+        self.display.print(f"compiled    in {took} (cache: {jax.config.jax_compilation_cache_dir})")
 
     def _advance(self) -> None:
         """One step, and whatever is due after it."""
@@ -368,7 +377,7 @@ class _Run:
             rows.append(("peak memory", f"{memory['peak_bytes_in_use'] / 2**30:.2f} GiB a device"))
         if evals:
             rows.append(("held-out bits/byte", f"{evals[0]['bits_per_byte']:.3f} → {evals[-1]['bits_per_byte']:.3f}"))
-        rows.append(("checkpoint", self.store.directory / str(self.store.latest)))
+        rows.append(("checkpoint", self._path(self.step)))
         self.display.print(summary_table(rows))
 
     def close(self) -> None:
