@@ -276,15 +276,21 @@ class TrainConfig:
     z_loss: float = 0.0
     seed: int = 0
     log_interval: int = 10
+    """Steps between records in metrics.jsonl (and printed lines where there is no terminal)."""
     eval_interval: int = 100
+    """Steps between evaluations; also at the start and at the end. 0: never."""
     eval_batches: int | None = 16
     """Batches of held-out text an evaluation reads; None: all of it."""
     sample_interval: int = 100
+    """Steps between generated samples; also at the end. 0: never."""
     sample_prompt: str = "def "
     sample_tokens: int = 64
     checkpoint_interval: int = 100
+    """Steps between checkpoints; also at the end and on SIGTERM or SIGINT."""
     keep_last: int = 2
+    """Newest checkpoints that are kept."""
     keep_every: int | None = None
+    """Checkpoints at multiples of this step are kept for good."""
     skip_nonfinite: int = 0
     """Non-finite steps that may be skipped (the update is dropped) before the run stops."""
     profile_steps: tuple[int, int] | None = None
@@ -303,7 +309,14 @@ class TrainConfig:
         _require(
             self.eval_batches is None or self.eval_batches > 0, "TrainConfig.eval_batches must be positive or None"
         )
-        _require(self.skip_nonfinite >= 0, "TrainConfig.skip_nonfinite must be ≥ 0")
+        for name in ("skip_nonfinite", "eval_interval", "sample_interval", "sample_tokens", "z_loss"):
+            _require(getattr(self, name) >= 0, f"TrainConfig.{name} must be ≥ 0, got {getattr(self, name)}")
+        _require(self.keep_every is None or self.keep_every > 0, "TrainConfig.keep_every must be positive or None")
+        _require(
+            self.profile_steps is None
+            or (len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]),
+            f"TrainConfig.profile_steps must be first and last step, got {self.profile_steps}",
+        )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
@@ -22,7 +22,9 @@ from jax.experimental import multihost_utils
 
 FORMAT = 1
 ITEMS = ("model", "training")
-_POLICIES = ocp.training.preservation_policies
+# Orbax's own policies do not satisfy its own protocol types
+_KEEP: Any = ocp.training.preservation_policies
+_SAVE: Any = ocp.training.save_decision_policies
 
 
 class CheckpointError(RuntimeError):
@@ -103,9 +105,9 @@ class CheckpointStore:
         self, directory: str | Path, *, keep_last: int = 2, keep_every: int | None = None, read_only: bool = False
     ) -> None:
         self.directory = Path(directory).absolute()
-        policies: list[Any] = [_POLICIES.LatestN(keep_last)]
+        policies: list[Any] = [_KEEP.LatestN(keep_last)]
         if keep_every is not None:
-            policies.append(_POLICIES.EveryNSteps(keep_every))
+            policies.append(_KEEP.EveryNSteps(keep_every))
         if read_only:
             if not self.directory.is_dir():
                 raise CheckpointError(f"{self.directory} does not exist")
@@ -114,8 +116,8 @@ class CheckpointStore:
         self._checkpointer = ocp.training.Checkpointer(
             str(self.directory),
             # the training loop decides when to save
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=_POLICIES.PreserveAll() if read_only else _POLICIES.AnyPreservationPolicy(policies),
+            save_decision_policy=_SAVE.FixedIntervalPolicy(1),
+            preservation_policy=_KEEP.PreserveAll() if read_only else _KEEP.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=not read_only,
         )
 
@@ -166,7 +168,7 @@ class CheckpointStore:
             CheckpointError: no such checkpoint, or one of an unknown format.
         """
         step = self._resolve(step)
-        values = dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+        values: Any = dict(cast(Any, self._checkpointer.checkpointables_metadata(step).custom_metadata) or {})
         found = values.pop("format", None)
         if found != FORMAT:
             raise CheckpointError(f"{self.directory / str(step)} has format {found}, this version reads {FORMAT}")

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -65,7 +65,7 @@ class StopRequest:
         self.signal: str | None = None
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[StopRequest]:
+    def installed(self) -> Generator[StopRequest]:
         """Handles the signals inside the block (only Python's main thread may)."""
         if threading.current_thread() is not threading.main_thread():
             yield self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: in
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(cast(Any, params)),
         router_bias=jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32),
         rng=jax.random.key_data(jax.random.key(seed)),
     )

@@ -65,7 +65,7 @@ def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.shard
     return {key: place(np.asarray(batch[key])) for key in DEVICE_KEYS}
 
 
-def abstract_batch(config: RunConfig, mesh: jax.sharding.Mesh) -> Batch:
+def abstract_batch(config: RunConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of what `place_batch` returns."""
     shape = (
         config.train.accumulation,
@@ -167,8 +167,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-        params = cast(K3, optax.apply_updates(cast(Any, state.params), updates))
+            old: Any = state.params  # a module is a tree to optax, but not to its types
+        updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
+        params = cast(K3, optax.apply_updates(old, updates))
         if threshold is not None:
             params = qk_clip(params, sums.max_logit, threshold, rows)
         router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -132,7 +133,7 @@ def test_evaluating_sampling_and_profiling_leave_no_trace_in_the_run(uninterrupt
 
 
 DRIVER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import jax
 from k3jax.config import RunConfig, from_dict
 from k3jax.sharding import make_mesh
@@ -149,6 +150,9 @@ def place_batch(*args):
     calls.append(1)
     if mode == "step" and len(calls) == when:
         die()
+    if mode == "crash" and len(calls) == when:
+        print("crash at", time.time(), flush=True)
+        raise RuntimeError("crash")
     return real_place(*args)
 
 def save(store, step, **parts):
@@ -164,7 +168,7 @@ with jax.set_mesh(mesh):
 
 
 def run_process(config: RunConfig, mode: str = "none", when: int = 0) -> subprocess.CompletedProcess:
-    """Trains in a process of its own that kills itself: before its `when`-th step, or while it saves step ≥ `when`."""
+    """Trains in a process of its own that ends itself: before its `when`-th step, or while it saves step ≥ `when`."""
     cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     command = [sys.executable, "-c", DRIVER, json.dumps(to_dict(config)), mode, str(when)]
     return subprocess.run(command, env=os.environ | cache, capture_output=True, text=True, timeout=300)
@@ -181,6 +185,18 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted, micro_run, mode, when):
         assert read_only(config).steps == [2]
     else:  # the save of step 2 may still have been under way
         assert read_only(config).steps in ([], [2])
+    train(config)
+    assert_same_end(config, uninterrupted)
+
+
+def test_a_crash_ends_the_process_within_seconds_and_the_run_resumes(uninterrupted, micro_run):
+    config = micro_run()
+    crashed = run_process(config, "crash", 4)
+    ended = time.time()
+    assert crashed.returncode == 1
+    assert "RuntimeError: crash" in crashed.stderr
+    assert ended - float(crashed.stdout.split("crash at ")[1].split()[0]) < 20
+    assert read_only(config).steps == [2]  # the save in flight was finished
     train(config)
     assert_same_end(config, uninterrupted)
 
