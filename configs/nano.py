@@ -10,11 +10,11 @@ config = RunConfig(
     data=DataConfig(sequence_length=256, batch_size=8),
     optimizer=OptimizerConfig(learning_rate=2e-3),
     train=TrainConfig(
-        steps=300,
-        eval_interval=100,
+        steps=150,
+        eval_interval=50,
         eval_batches=8,
-        sample_interval=100,
-        checkpoint_interval=100,
+        sample_interval=50,
+        checkpoint_interval=50,
     ),
     run_dir="runs/nano",
 )
