@@ -429,71 +429,65 @@ def _mla_layers(num_layers: int, period: int = 4) -> tuple[int, ...]:
 
 def nano(**overrides: Any) -> ModelConfig:
     """TINY-9: nine layers with the tail of the release, byte vocabulary; 3,092,296 trained parameters."""
-    return ModelConfig(
-        **{
-            "vocab_size": 512,
-            "hidden_size": 128,
-            "num_layers": 9,
-            "mla_layers": _mla_layers(9),
-            "dense_size": 256,
-            "attn_res_block_size": 4,
-            "kda": KDAConfig(num_heads=4, head_dim=32, chunk_size=16),  # the fastest on a CPU
-            "mla": MLAConfig(
-                num_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
-            ),
-            "moe": MoEConfig(num_experts=16, experts_per_token=4, expert_size=64, latent_size=64),
-            **overrides,
-        }
+    base = ModelConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_layers=9,
+        mla_layers=_mla_layers(9),
+        dense_size=256,
+        attn_res_block_size=4,
+        kda=KDAConfig(num_heads=4, head_dim=32, chunk_size=16),  # the fastest on a CPU
+        mla=MLAConfig(
+            num_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+        ),
+        moe=MoEConfig(num_experts=16, experts_per_token=4, expert_size=64, latent_size=64),
     )
+    return dataclasses.replace(base, **overrides)
 
 
 def proxy(**overrides: Any) -> ModelConfig:
     """One-GPU proxy: 1.74B parameters, 0.50B active without the embedding."""
-    return ModelConfig(
-        **{
-            "vocab_size": 32_768,
-            "hidden_size": 1536,
-            "num_layers": 13,
-            "mla_layers": _mla_layers(13),
-            "dense_size": 6144,
-            "attn_res_block_size": 4,
-            "kda": KDAConfig(num_heads=12, head_dim=128),
-            "mla": MLAConfig(
-                num_heads=12,
-                q_lora_rank=384,
-                kv_lora_rank=256,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-            ),
-            "moe": MoEConfig(num_experts=64, experts_per_token=8, expert_size=768, latent_size=768),
-            "dtype": "bfloat16",
-            **overrides,
-        }
+    base = ModelConfig(
+        vocab_size=32_768,
+        hidden_size=1536,
+        num_layers=13,
+        mla_layers=_mla_layers(13),
+        dense_size=6144,
+        attn_res_block_size=4,
+        kda=KDAConfig(num_heads=12, head_dim=128),
+        mla=MLAConfig(
+            num_heads=12,
+            q_lora_rank=384,
+            kv_lora_rank=256,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+        moe=MoEConfig(num_experts=64, experts_per_token=8, expert_size=768, latent_size=768),
+        dtype="bfloat16",
     )
+    return dataclasses.replace(base, **overrides)
 
 
 def k3(**overrides: Any) -> ModelConfig:
     """The released geometry: 2,779,484,393,568 trained text parameters."""
-    return ModelConfig(
-        **{
-            "vocab_size": 163_840,
-            "hidden_size": 7168,
-            "num_layers": 93,
-            "mla_layers": _mla_layers(93),
-            "dense_size": 33_792,
-            "attn_res_block_size": 12,
-            "kda": KDAConfig(num_heads=96, head_dim=128),
-            "mla": MLAConfig(
-                num_heads=96,
-                q_lora_rank=1536,
-                kv_lora_rank=512,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-            ),
-            "moe": MoEConfig(num_experts=896, experts_per_token=16, expert_size=3072, latent_size=3584),
-            "dtype": "bfloat16",
-            **overrides,
-        }
+    base = ModelConfig(
+        vocab_size=163_840,
+        hidden_size=7168,
+        num_layers=93,
+        mla_layers=_mla_layers(93),
+        dense_size=33_792,
+        attn_res_block_size=12,
+        kda=KDAConfig(num_heads=96, head_dim=128),
+        mla=MLAConfig(
+            num_heads=96,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+        moe=MoEConfig(num_experts=896, experts_per_token=16, expert_size=3072, latent_size=3584),
+        dtype="bfloat16",
     )
+    return dataclasses.replace(base, **overrides)

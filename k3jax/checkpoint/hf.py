@@ -6,6 +6,7 @@ is padded with zeros to a multiple of 128 there and holds one value per head her
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -250,50 +251,48 @@ def config_from_hf(values: dict[str, Any], **overrides: Any) -> ModelConfig:
     """`ModelConfig` from a released `config.json` (its `text_config`, or the text config itself)."""
     text = values.get("text_config", values)
     linear = text["linear_attn_config"]
-    return ModelConfig(
-        **{
-            "vocab_size": text["vocab_size"],
-            "hidden_size": text["hidden_size"],
-            "num_layers": text["num_hidden_layers"],
-            "mla_layers": tuple(l - 1 for l in linear["full_attn_layers"]),  # 1-based there
-            "dense_size": text["intermediate_size"],
-            "num_dense_layers": text["first_k_dense_replace"],
-            "attn_res_block_size": text.get("attn_res_block_size"),
-            "situ_beta": text["activation_situ_beta"],
-            "situ_linear_beta": text["activation_situ_linear_beta"],
-            "norm_eps": text["rms_norm_eps"],
-            "kda": KDAConfig(
-                num_heads=linear["num_heads"],
-                head_dim=linear["head_dim"],
-                conv_size=linear["short_conv_kernel_size"],
-                gate_lower_bound=linear["gate_lower_bound"],
-                full_rank_output_gate=linear["use_full_rank_gate"],
-            ),
-            "mla": MLAConfig(
-                num_heads=text["num_attention_heads"],
-                q_lora_rank=text["q_lora_rank"],
-                kv_lora_rank=text["kv_lora_rank"],
-                qk_nope_head_dim=text["qk_nope_head_dim"],
-                qk_rope_head_dim=text["qk_rope_head_dim"],
-                v_head_dim=text["v_head_dim"],
-                output_gate=text["mla_use_output_gate"],
-            ),
-            "moe": MoEConfig(
-                num_experts=text["num_experts"],
-                experts_per_token=text["num_experts_per_token"],
-                expert_size=text["moe_intermediate_size"],
-                latent_size=text["routed_expert_hidden_size"],
-                num_shared_experts=text["num_shared_experts"],
-                router_activation=text["moe_router_activation_func"],
-                renormalize=text["moe_renormalize"],
-                routed_scaling_factor=text["routed_scaling_factor"],
-                num_groups=text["num_expert_group"],
-                topk_groups=text["topk_group"],
-                latent_norm=text["latent_moe_use_norm"],
-            ),
-            **overrides,
-        }
+    base = ModelConfig(
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        num_layers=text["num_hidden_layers"],
+        mla_layers=tuple(l - 1 for l in linear["full_attn_layers"]),  # 1-based there
+        dense_size=text["intermediate_size"],
+        num_dense_layers=text["first_k_dense_replace"],
+        attn_res_block_size=text.get("attn_res_block_size"),
+        situ_beta=text["activation_situ_beta"],
+        situ_linear_beta=text["activation_situ_linear_beta"],
+        norm_eps=text["rms_norm_eps"],
+        kda=KDAConfig(
+            num_heads=linear["num_heads"],
+            head_dim=linear["head_dim"],
+            conv_size=linear["short_conv_kernel_size"],
+            gate_lower_bound=linear["gate_lower_bound"],
+            full_rank_output_gate=linear["use_full_rank_gate"],
+        ),
+        mla=MLAConfig(
+            num_heads=text["num_attention_heads"],
+            q_lora_rank=text["q_lora_rank"],
+            kv_lora_rank=text["kv_lora_rank"],
+            qk_nope_head_dim=text["qk_nope_head_dim"],
+            qk_rope_head_dim=text["qk_rope_head_dim"],
+            v_head_dim=text["v_head_dim"],
+            output_gate=text["mla_use_output_gate"],
+        ),
+        moe=MoEConfig(
+            num_experts=text["num_experts"],
+            experts_per_token=text["num_experts_per_token"],
+            expert_size=text["moe_intermediate_size"],
+            latent_size=text["routed_expert_hidden_size"],
+            num_shared_experts=text["num_shared_experts"],
+            router_activation=text["moe_router_activation_func"],
+            renormalize=text["moe_renormalize"],
+            routed_scaling_factor=text["routed_scaling_factor"],
+            num_groups=text["num_expert_group"],
+            topk_groups=text["topk_group"],
+            latent_norm=text["latent_moe_use_norm"],
+        ),
     )
+    return dataclasses.replace(base, **overrides)
 
 
 def load_hf(directory: str | Path, **overrides: Any) -> tuple[K3, jax.Array]:

@@ -8,7 +8,7 @@ Legend: B batch, T time, D hidden, L latent, F expert width, E experts, K picked
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class LatentMoE(nnx.Module):
         )
         z = x_BTD if moe.latent_size is None else x_BTD @ self.latent_down[...].astype(dtype)
         routed, stats = batch_island(
-            lambda tokens, bias, weights: self._routed(*tokens, bias, weights, histogram),
+            lambda tokens, bias, weights: self._routed(tokens, bias, weights, histogram),
             (z, logits, positions_BT, valid_BT),
             bias_E,
             tuple(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2)),
@@ -80,8 +80,9 @@ class LatentMoE(nnx.Module):
             routed = routed @ self.latent_up[...].astype(dtype)
         return (routed + self.shared(x_BTD) if moe.num_shared_experts else routed), stats
 
-    def _routed(self, z_BTL, logits_BTE, positions_BT, valid_BT, bias_E, weights, histogram: bool):
+    def _routed(self, tokens: tuple, bias_E, weights: tuple, histogram: bool):
         moe = self.config.moe
+        z_BTL, logits_BTE, positions_BT, valid_BT = tokens
         E, k = moe.num_experts, moe.experts_per_token
         z, valid = z_BTL.reshape(-1, z_BTL.shape[-1]), valid_BT.reshape(-1)
         routing = route(
@@ -107,8 +108,11 @@ class LatentMoE(nnx.Module):
                 alpha_N=routing.threshold_N,
             )
         stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
-        run = self._dense if resolve_moe(self.config) == "dense" else self._grouped
-        out = run(z, routing, valid, weights)
+        implementation = resolve_moe(self.config)
+        if implementation == "dense":
+            out = self._dense(z, routing, valid, weights)
+        else:
+            out = self._grouped(z, routing, valid, weights, implementation)
         return out.astype(z.dtype).reshape(z_BTL.shape), stats
 
     def _situ(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -124,11 +128,10 @@ class LatentMoE(nnx.Module):
         y = jnp.einsum("nef,efl->nel", hidden, w2)
         return jnp.einsum("ne,nel->nl", p_NE, y.astype(wide))
 
-    def _grouped(self, z_NL, routing: Routing, valid_N, weights) -> jax.Array:
+    def _grouped(self, z_NL, routing: Routing, valid_N, weights, implementation: Literal["blocked", "ragged"]):
         """Tokens sorted by expert; work proportional to what was routed."""
         w1, w3, w2 = weights
-        implementation = resolve_moe(self.config)
-        align = _align(*routing.experts_NK.shape, w1.shape[0]) if implementation == "blocked" else 1
+        align = _align(routing.experts_NK.size, w1.shape[0]) if implementation == "blocked" else 1
         valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
         layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
 
@@ -140,16 +143,15 @@ class LatentMoE(nnx.Module):
         return combine(y, layout, routing.weights_NK)
 
 
-def _align(tokens: int, picked: int, num_experts: int) -> int:
+def _align(slots: int, num_experts: int) -> int:
     """Rows that groups are padded to: a quarter of the mean group, as a power of two in 16..512.
 
     Each block of rows belongs to one expert. On an H200 blocks of 512 are twice as fast as blocks of 128 at 2,048 rows
     a group; with few tokens large blocks are mostly padding.
     """
-    mean = tokens * picked // num_experts
-    return 1 << min(max((mean // 4).bit_length() - 1, 4), 9)
+    return 1 << min(max((slots // num_experts // 4).bit_length() - 1, 4), 9)
 
 
-def resolve_moe(config: ModelConfig) -> str:
+def resolve_moe(config: ModelConfig) -> Literal["dense", "blocked", "ragged"]:
     """The expert implementation that runs: "blocked" unless the config names one."""
     return config.moe.implementation or "blocked"

@@ -33,13 +33,14 @@ def short_conv(
         padded = jnp.pad(u, ((0, 0), (W - 1, 0)) + ((0, 0),) * (u.ndim - 2))
     else:
         padded = jnp.concatenate([tail.astype(u.dtype), u], axis=1)
+    ids = None
     if segment_ids is not None:
         before = segment_ids[:, :1] if tail is not None else jnp.zeros_like(segment_ids[:, :1])
         ids = jnp.concatenate([before] * (W - 1) + [segment_ids], axis=1)
     y = jnp.zeros_like(u, dtype=wide)
     for j in range(W):
         tap = padded[:, j : j + T].astype(wide)
-        if segment_ids is not None and j < W - 1:
+        if segment_ids is not None and ids is not None and j < W - 1:
             same = (ids[:, j : j + T] == segment_ids) & (segment_ids != 0)
             tap = jnp.where(same[(..., *channels)], tap, 0)
         y = y + tap * weight[..., j].astype(wide)
