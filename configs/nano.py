@@ -10,7 +10,7 @@ config = RunConfig(
     data=DataConfig(sequence_length=256, batch_size=8),
     optimizer=OptimizerConfig(learning_rate=2e-3),
     train=TrainConfig(
-        steps=150,
+        steps=100,
         eval_interval=50,
         eval_batches=8,
         sample_interval=50,

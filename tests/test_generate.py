@@ -1,0 +1,76 @@
+"""Sampling and cached generation."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import micro
+
+from k3jax.data.tokenizers import load_tokenizer
+from k3jax.generate import generate_text, generate_tokens, sample
+from k3jax.model.k3 import create
+
+
+@lru_cache
+def model():
+    return create(micro(vocab_size=512), seed=1)
+
+
+def bias():
+    config = model().config
+    return jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
+
+
+def test_greedy_generation_equals_full_passes():
+    prompt = [5, 200, 33, 7, 90]
+    generated = list(generate_tokens(model(), bias(), prompt, max_tokens=4, temperature=0.0))
+    full = jax.jit(lambda m, t: m(t, router_bias=bias()))
+    ids = list(prompt)
+    for token in generated:
+        padded = np.zeros((1, 16), np.int32)
+        padded[0, : len(ids)] = ids
+        assert token == int(jnp.argmax(full(model(), padded)[0, len(ids) - 1]))
+        ids.append(token)
+
+
+def test_a_seed_fixes_the_text_and_another_changes_it():
+    def text(seed):
+        return generate_text(model(), bias(), load_tokenizer("bytes"), "ab", max_tokens=12, seed=seed)
+
+    assert text(0) == text(0) != text(1)
+
+
+def test_generation_stops_at_the_stop_token():
+    tokens = list(generate_tokens(model(), bias(), [1, 2], max_tokens=6, temperature=0.0))
+    stopped = list(generate_tokens(model(), bias(), [1, 2], max_tokens=6, temperature=0.0, stop=tokens[0]))
+    assert stopped == []
+
+
+def test_top_p_keeps_the_smallest_likeliest_set():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+
+    def drawn(temperature, top_p):
+        keys = jax.random.split(jax.random.key(0), 200)
+        draw = jax.vmap(lambda k: sample(logits, k, jnp.float32(temperature), jnp.float32(top_p))[0])
+        return set(np.asarray(draw(keys)).tolist())
+
+    assert drawn(0.0, 1.0) == {0}
+    assert drawn(1.0, 1e-6) == {0}
+    assert drawn(1.0, 0.6) == {0, 1}
+    assert drawn(1.0, 1.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    values = {"prompt": [1], "max_tokens": 1} | arguments
+    with pytest.raises(ValueError, match=message):
+        list(generate_tokens(model(), bias(), values.pop("prompt"), **values))
