@@ -37,7 +37,8 @@ def _require(condition: bool, message: str) -> None:
 def _require_positive(obj: Any, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
-        _require(value > 0, f"{type(obj).__name__}.{name} must be positive, got {value}")
+        positive = isinstance(value, (int, float)) and value > 0
+        _require(positive, f"{type(obj).__name__}.{name} must be positive, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,11 @@ class MoEConfig:
         _require(self.experts_per_token < self.num_experts, "MoEConfig.experts_per_token must be below num_experts")
         _require(self.num_experts % self.num_groups == 0, "MoEConfig.num_groups must divide num_experts")
         _require(self.topk_groups <= self.num_groups, "MoEConfig.topk_groups must be ≤ num_groups")
+        selectable = self.topk_groups * (self.num_experts // self.num_groups)
+        _require(
+            self.experts_per_token < selectable,  # quantile balancing reads the first expert that is not taken
+            f"MoEConfig.experts_per_token must be below the {selectable} experts in topk_groups groups",
+        )
         _require(self.num_shared_experts >= 0, "MoEConfig.num_shared_experts must be ≥ 0")
 
 
@@ -255,6 +261,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "learning_rate", "muon_ns_steps", "muon_rms")
+        for name in ("muon_momentum", "adam_b1", "adam_b2"):
+            _require(
+                0 <= getattr(self, name) < 1, f"OptimizerConfig.{name} must be in [0, 1), got {getattr(self, name)}"
+            )
+        _require(self.weight_decay >= 0, "OptimizerConfig.weight_decay must be ≥ 0")
+        _require(self.clip_norm is None or self.clip_norm > 0, "OptimizerConfig.clip_norm must be positive or None")
         _require(0 <= self.min_learning_rate_ratio <= 1, "OptimizerConfig.min_learning_rate_ratio must be in [0, 1]")
         _require(0 <= self.warmup_ratio <= 1, "OptimizerConfig.warmup_ratio must be in [0, 1]")
         _require(

@@ -42,7 +42,7 @@ class DataError(ValueError):
     """Data that cannot be used; the message says which file (and line), why, and what would help."""
 
 
-class _Unreadable(DataError):
+class UnreadableError(DataError):
     """A file that cannot be opened or is not UTF-8."""
 
 
@@ -64,7 +64,7 @@ def _read_bytes(path: Path, start: int, stop: int) -> bytes:
             file.seek(start)
             data = file.read(stop - start)
     except OSError as error:
-        raise _Unreadable(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) != stop - start:
         raise DataError(f"{path} became shorter while in use: bytes {start}..{stop} are no longer all there")
     return data
@@ -74,7 +74,7 @@ def _decode(data: bytes, path: Path, start: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _Unreadable(
+        raise UnreadableError(
             f"{path} is not UTF-8 text (byte {start + error.start}); "
             "convert it, or leave it out by giving data.source a glob such as 'folder/**/*.txt'"
         ) from error
@@ -150,7 +150,7 @@ class _JsonlFile:
     def _parse(self, line: bytes, start: int) -> str:
         try:
             record: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}:{self._line_number(start)}: not a JSON object ({error})") from error
         if not isinstance(record, dict):
             raise DataError(f"{self.path}:{self._line_number(start)}: not a JSON object but {type(record).__name__}")
@@ -342,7 +342,7 @@ def _check(files: dict[str, _File], skip_unreadable: bool) -> tuple[int, tuple[s
             continue
         try:
             text_bytes += sum(len(text.encode()) for text in file.texts())
-        except _Unreadable:
+        except UnreadableError:
             if not skip_unreadable:
                 raise
             skipped.append(name)

@@ -47,6 +47,7 @@ def test_jsonl_records_are_documents_named_by_line(tmp_path):
     [
         ('{"text": "cut of', "not a JSON object"),
         ("[1, 2]", "not a JSON object but list"),
+        ("[" * 200_000, "not a JSON object"),
         ('{"content": "x"}', r"field 'text' \(data.text_field\) must be text, it is missing; fields: \['content'\]"),
         ('{"text": 7}', "it is int"),
         ('{"text": "\\ud800"}', "lone surrogate"),

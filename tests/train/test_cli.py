@@ -1,6 +1,7 @@
 """`python train.py CONFIG --field value`: bad input gives one clear message and exit code 2."""
 
 import importlib.util
+import re
 import runpy
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from k3jax.config import RunConfig
+from k3jax.config import ConfigError, MoEConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,36 @@ def test_a_missing_or_wrong_configuration_file_is_named(main, capsys, tmp_path):
     assert "must define `config = RunConfig(...)`" in capsys.readouterr().err
     assert main([]) == 2
     assert "first argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("TrainConfig(stepz=3)", "line 2: TypeError: .*'stepz'; did you mean steps[?]"),
+        ("nano(hidden_sise=3)", "line 2: TypeError: .*'hidden_sise'; did you mean hidden_size[?]"),
+        ("TrainConfig(steps='10')", "TrainConfig.steps must be positive, got '10'"),
+        ("RunConfig(model=nano(), data=DataConfig(batch_size=8.0))", "data.batch_size must be int, got 8.0"),
+        ("RunConfig(model=nano(), train=TrainConfig(remat='all'))", "train.remat must be one of 'none', .* got 'all'"),
+        ("RunConfig(model=nano(dtype='float16'))", "model.dtype must be one of 'float32', .* got 'float16'"),
+        ("RunConfig(model=nano(), optimizer=OptimizerConfig(adam_b1=1.0))", "OptimizerConfig.adam_b1 must be in"),
+        ("RunConfig(model=nano(), optimizer=OptimizerConfig(clip_norm=0.0))", "OptimizerConfig.clip_norm must be"),
+        ("RunConfig(", "SyntaxError"),
+    ],
+)
+def test_a_wrong_value_or_name_in_a_configuration_file_is_one_message(main, capsys, tmp_path, body, message):
+    path = tmp_path / "run.py"
+    path.write_text(f"from k3jax.config import *\nconfig = {body}\n")
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: ")
+    assert re.search(message, error)
+
+
+def test_groups_that_leave_no_choice_of_experts_are_refused():
+    moe = {"num_experts": 8, "expert_size": 16, "latent_size": 16, "num_groups": 4, "topk_groups": 1}
+    with pytest.raises(ConfigError, match="below the 2 experts"):
+        MoEConfig(**moe, experts_per_token=2)
+    MoEConfig(**moe, experts_per_token=1)
 
 
 def test_the_script_fails_within_seconds_and_without_a_traceback(tmp_path):
