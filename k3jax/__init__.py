@@ -5,9 +5,13 @@ model = k3jax.create(k3jax.nano())       # or: run = k3jax.load("runs/nano"); ru
 logits = model(tokens, segment_ids=segment_ids)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from k3jax.config import ModelConfig, RunConfig, k3, nano, proxy
-from k3jax.generate import Loaded, generate_text, load, stream_text
 from k3jax.model.k3 import K3, create, init_cache
+
+if TYPE_CHECKING:
+    from k3jax.generate import Loaded, generate_text, load, stream_text
 
 __version__ = "0.1.0"
 
@@ -25,3 +29,12 @@ __all__ = [
     "proxy",
     "stream_text",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # imported when used: `python -m k3jax.generate` would otherwise run a module that the package has already imported
+    if name in __all__:
+        from k3jax import generate
+
+        return getattr(generate, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ the absorbed form of MLA. Prefill plus decode equals one full pass.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,12 +126,14 @@ def generate_tokens(
     """Yields ids one by one until `max_tokens` or the id `stop` (which is not yielded).
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, or `top_p` outside (0, 1].
+        ValueError: an empty prompt, a negative temperature or number of tokens, or `top_p` outside (0, 1].
     """
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token (the tokenizer's bos_id, for instance)")
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ValueError(f"temperature must be ≥ 0 and top_p in (0, 1], got {temperature} and {top_p}")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be ≥ 0, got {max_tokens}")
     padded = -(-len(prompt) // _BUCKET) * _BUCKET
     length = -(-(padded + max_tokens) // _BUCKET) * _BUCKET
     tokens = np.zeros((1, padded), np.int32)

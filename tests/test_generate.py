@@ -1,5 +1,7 @@
 """Sampling and cached generation."""
 
+import subprocess
+import sys
 from functools import lru_cache
 
 import jax
@@ -67,10 +69,19 @@ def test_top_p_keeps_the_smallest_likeliest_set():
     [
         ({"prompt": []}, "prompt is empty"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     values = {"prompt": [1], "max_tokens": 1} | arguments
     with pytest.raises(ValueError, match=message):
         list(generate_tokens(model(), bias(), values.pop("prompt"), **values))
+
+
+def test_the_command_runs_without_a_warning():
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "k3jax.generate", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--max-tokens" in done.stdout

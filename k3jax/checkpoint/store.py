@@ -11,8 +11,10 @@ of the classes that held them. This is the only file that imports Orbax: its v1 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,10 +167,13 @@ class CheckpointStore:
         """The record of a checkpoint (default: the latest), without reading an array.
 
         Raises:
-            CheckpointError: no such checkpoint, or one of an unknown format.
+            CheckpointError: no such checkpoint, one of an unknown format, or a damaged one.
         """
         step = self._resolve(step)
-        values: Any = dict(cast(Any, self._checkpointer.checkpointables_metadata(step).custom_metadata) or {})
+        with self._reading(step):
+            values: Any = dict(cast(Any, self._checkpointer.checkpointables_metadata(step).custom_metadata or {}))
+            if not values:
+                raise ValueError("_CHECKPOINT_METADATA holds no record of a run")
         found = values.pop("format", None)
         if found != FORMAT:
             raise CheckpointError(f"{self.directory / str(step)} has format {found}, this version reads {FORMAT}")
@@ -176,7 +181,9 @@ class CheckpointStore:
 
     def read_shapes(self, item: str, step: int | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every stored array of an item by dotted path, without reading the arrays."""
-        tree = self._checkpointer.checkpointables_metadata(self._resolve(step)).metadata[item]
+        step = self._resolve(step)
+        with self._reading(step):
+            tree = self._checkpointer.checkpointables_metadata(step).metadata[item]
         return {path: (tuple(m.shape), str(m.dtype)) for path, m in _flat(tree).items()}
 
     def load(self, item: str, abstract: Any, step: int | None = None, *, cast: bool = False) -> Any:
@@ -187,12 +194,14 @@ class CheckpointStore:
             cast: convert stored values to the dtypes asked for; otherwise another dtype is refused.
 
         Raises:
-            CheckpointError: no such checkpoint, or arrays that are missing, left over or of another shape or dtype.
+            CheckpointError: no such checkpoint, a damaged one, or arrays that are missing, left over or of another
+                shape or dtype.
         """
         step = self._resolve(step)
         wanted = to_paths(abstract)
         self._compare(self.read_shapes(item, step), _flat(wanted), step, cast)
-        values = self._checkpointer.load_checkpointables(step, {item: wanted})[item]
+        with self._reading(step):
+            values = self._checkpointer.load_checkpointables(step, {item: wanted})[item]
         return from_paths(abstract, values)
 
     def _compare(
@@ -219,6 +228,20 @@ class CheckpointStore:
             found = ", ".join(map(str, self.steps)) or "none"
             raise CheckpointError(f"no checkpoint{'' if step is None else f' {step}'} in {self.directory}; has {found}")
         return step
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Generator[None]:
+        """Says which checkpoint could not be read, and what to do."""
+        try:
+            yield
+        except Exception as error:  # Orbax, TensorStore and JSON each raise their own
+            others = ", ".join(str(s) for s in self.steps if s != step)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckpointError(
+                f"{self.directory / str(step)} cannot be read, files in it may be damaged or missing"
+                + (f"; delete this directory to use another checkpoint (there are {others})" if others else "")
+                + f". {reason[:400]}"
+            ) from error
 
     def wait(self) -> None:
         """Returns when nothing is being written."""

@@ -142,6 +142,29 @@ def test_missing_checkpoints_are_named(tmp_path):
     store.close()
 
 
+def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
+    store, model = CheckpointStore(tmp_path / "c"), {"a": jnp.arange(10_000.0)}
+    for step in (1, 2):
+        save(store, step, model)
+    store.wait()
+    way_out = r"c/2 cannot be read.*delete this directory to use another checkpoint \(there are 1\)"
+    largest = max((f for f in (tmp_path / "c/2/model").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=way_out):
+        store.load("model", abstract(model))
+    store.close()
+    record = tmp_path / "c/2/_CHECKPOINT_METADATA"
+    record.write_text(record.read_text()[:100])
+    store = CheckpointStore(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=way_out):
+        store.read_record()
+    shutil.rmtree(tmp_path / "c/2")
+    store.close()
+    store = CheckpointStore(tmp_path / "c")
+    assert_equal(store.load("model", abstract(model)), model)
+    store.close()
+
+
 def test_the_newest_and_every_mth_are_kept(tmp_path):
     store = CheckpointStore(tmp_path / "c", keep_last=2, keep_every=4)
     for step in range(1, 11):
