@@ -1,7 +1,11 @@
-"""Whether a run may go on from a checkpoint: the saved configuration against the one at hand."""
+"""Whether a run may go on: in its directory, and from a checkpoint by the saved configuration and the one at hand."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 from k3jax.checkpoint.store import CheckpointError, RunRecord
@@ -37,6 +41,28 @@ SAME_MODEL = frozenset(
         "model.moe.qb_bins",
     }
 )
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path) -> Generator[None]:
+    """Makes the directory of a run and holds it; however this process ends, the system lets go of it.
+
+    Raises:
+        ConfigError: it cannot be written, or another process trains in it (each would remove what the other saves).
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run_dir {run_dir} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process trains in run_dir {run_dir}; use another directory") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def check_resume(saved: RunRecord, current: RunRecord, where: str, allow_config_change: bool) -> list[str]:

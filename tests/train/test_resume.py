@@ -7,7 +7,7 @@ from micro import micro_config
 
 from k3jax.checkpoint.store import CheckpointError, RunRecord
 from k3jax.config import ConfigError, to_dict
-from k3jax.train.resume import ALWAYS_FREE, check_resume
+from k3jax.train.resume import ALWAYS_FREE, check_resume, claimed
 
 CONFIG = to_dict(micro_config("text", "runs/a"))
 
@@ -65,3 +65,14 @@ def test_a_field_that_the_checkpoint_does_not_know_counts_as_changed():
     with pytest.raises(ConfigError, match=r"optimizer\.clip_norm +None → 1\.0"):
         check_resume(old, record(), "here", allow_config_change=False)
     assert dataclasses.asdict(old)["config"]["train"] == CONFIG["train"]
+
+
+def test_a_run_directory_is_held_by_one_process_and_named_when_it_cannot_be_written(tmp_path):
+    with claimed(tmp_path / "a/run"), pytest.raises(ConfigError, match="another process trains in .*a/run"):
+        claimed(tmp_path / "a/run").__enter__()
+    with claimed(tmp_path / "a/run"):
+        pass
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(ConfigError, match="file.* cannot be written"):
+            claimed(path).__enter__()
