@@ -35,11 +35,12 @@ from k3jax.checkpoint.store import CheckpointStore, RunRecord
 from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, open_data
+from k3jax.data.sources import DataError
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.report import References, start_report, summary_table
-from k3jax.train.resume import check_resume
+from k3jax.train.resume import check_resume, claimed
 from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
 from k3jax.train.step import abstract_batch, make_eval_step, make_train_step, place_batch
 
@@ -107,10 +108,12 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
     """
     if jax.process_count() > 1:
         raise ConfigError("training in several processes is not supported yet")
+    if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
+        raise ConfigError("float64 needs JAX_ENABLE_X64=1 in the environment; jax would compute in float32 without it")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest().installed())
         data = open_data(config.data, config.model.vocab_size)
-        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        stack.enter_context(claimed(Path(config.run_dir)))
         display = Display(config.train.steps)
         stack.callback(display.close)
         store = CheckpointStore(
@@ -137,18 +140,26 @@ class _Run:
         display: Display,
         stop: StopRequest,
     ) -> None:
+        self.start = time.perf_counter()
         self.config, self.mesh, self.data, self.loader = config, mesh, data, loader
         self.store, self.display, self.stop = store, display, stop
         self.run_dir = Path(config.run_dir)
         self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
-        with data.validation_loader(config.train.eval_batches) as batches:
-            self.eval_batches = list(batches)
+        self.eval_batches: list[dict[str, np.ndarray]] = []
+        if config.train.eval_interval:
+            with data.validation_loader(config.train.eval_batches) as batches:
+                self.eval_batches = list(batches)
+            if not any(batch["loss_mask"].any() for batch in self.eval_batches):
+                raise DataError(
+                    f"the held-out documents of data.source {config.data.source!r} hold nothing to predict; "
+                    "raise data.validation_percent, use more text, or set train.eval_interval to 0"
+                )
         self.pending: deque[_Pending] = deque()
-        self.clock = Clock()
+        self.clock, self.profiling = Clock(), False
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
         self.flops_per_token = flops.flops_per_token(config.model, config.data.sequence_length)
         self.peak = flops.peak_flops(mesh, config.model.dtype)
-        self.references: References | None = References(data)  # after the peak, which a CPU measures
+        self.references = References(data)  # after the peak, which a CPU measures
 
     def record(self) -> RunRecord:
         """What a checkpoint written now says beside its arrays."""
@@ -229,7 +240,7 @@ class _Run:
                     self._evaluate()
             self.train_step = compiling.result()
         took = duration(time.perf_counter() - begin)
-        self.display.print(f"compiled    in {took} (cache: {jax.config.jax_compilation_cache_dir})")
+        self.display.print(f"compiled    after {took} (cache: {jax.config.jax_compilation_cache_dir})")
 
     def _advance(self) -> None:
         """One step, and whatever is due after it."""
@@ -237,6 +248,7 @@ class _Run:
         if train.profile_steps and step == train.profile_steps[0]:
             self._collect(0)
             jax.profiler.start_trace(str(self.run_dir / "profile"))
+            self.profiling = True
         batch = next(self.loader)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
@@ -244,9 +256,7 @@ class _Run:
         self.pending.append(_Pending(step, metrics, batch["document_ids"]))
         self._collect(1)
         if train.profile_steps and step == train.profile_steps[1]:
-            self._collect(0)
-            jax.profiler.stop_trace()
-            self.display.print(f"profile of steps {train.profile_steps[0]}–{step} in {self.run_dir / 'profile'}")
+            self._stop_profile()
 
         last = step == train.steps
         due = [interval and (last or step % interval == 0) for interval in (train.eval_interval, train.sample_interval)]
@@ -282,7 +292,15 @@ class _Run:
             done = self.clock.steps
             eta = (time.perf_counter() - self.begin) / done * (train.steps - step) if done else None
             self.display.step(step, step_line(step, train.steps, values, eta), keep=keep_line)
-            self._show_references(0.0)
+            if (line := self.references.news()) is not None:
+                self.display.print(f"held-out text in bits/byte: {line}")
+
+    def _stop_profile(self) -> None:
+        if self.profiling:
+            self._collect(0)
+            jax.profiler.stop_trace()
+            self.profiling = False
+            self.display.print(f"profile     in {self.run_dir / 'profile'}")
 
     def _nonfinite(self, pending: _Pending, values: dict[str, float]) -> None:
         """Writes down what is known of a step whose update the device dropped, and stops unless it may be skipped."""
@@ -349,14 +367,8 @@ class _Run:
             self.step, model=model_part(self.state), training=training_part(self.state), record=self.record()
         )
 
-    def _show_references(self, timeout: float) -> None:
-        if self.references is not None and (values := self.references.take(timeout)) is not None:
-            self.display.print(References.line(values))
-            self.references_line, self.references = values, None
-
     def _summary(self, steps: int) -> None:
         evals = [r for r in read_records(self.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
-        self._show_references(60.0)
         rows: list[tuple[str, Any]] = [
             ("run", self.run_dir),
             ("steps", f"{self.step:,} ({steps:,} now, {self.skipped} skipped)"),
@@ -365,20 +377,21 @@ class _Run:
         if steps:
             speed = self.tokens_per_step * self.clock.steps / self.clock.seconds
             rows += [
-                ("time", f"{duration(time.perf_counter() - self.begin)}, training {duration(self.clock.seconds)}"),
+                ("time", f"{duration(time.perf_counter() - self.start)}, training {duration(self.clock.seconds)}"),
                 ("speed", f"{count(speed)} tokens/s"),
             ]
-            if self.peak.flops:
-                rows.append(
-                    ("MFU", f"{100 * speed * self.flops_per_token / self.peak.flops:.1f} % of {self.peak.describe()}")
-                )
+            utilisation = flops.mfu(speed, self.flops_per_token, self.peak)
+            if utilisation is not None:
+                rows.append(("MFU", f"{100 * utilisation:.1f} % of {self.peak.describe()}"))
         memory = self.mesh.devices.flat[0].memory_stats() or {}
         if "peak_bytes_in_use" in memory:
             rows.append(("peak memory", f"{memory['peak_bytes_in_use'] / 2**30:.2f} GiB a device"))
         if evals:
             rows.append(("held-out bits/byte", f"{evals[0]['bits_per_byte']:.3f} → {evals[-1]['bits_per_byte']:.3f}"))
+            rows.append(("  of compressors", self.references.wait(60.0)))
         rows.append(("checkpoint", self._path(self.step)))
         self.display.print(summary_table(rows))
 
     def close(self) -> None:
+        self._stop_profile()
         self.log.close()

@@ -62,23 +62,28 @@ class References:
     """Bits per byte of simple compressors on the held-out text, computed beside the start of the training."""
 
     def __init__(self, data: TextData) -> None:
-        self._values: dict[str, float] | None = None
+        self._line: str | None = None
+        self._told = False
 
         def compute() -> None:
-            self._values = reference_bits_per_byte(sample_text(data.documents, data.validation))
+            values = reference_bits_per_byte(sample_text(data.documents, data.validation))
+            self._line = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
 
         # a daemon: nobody waits for a compressor when the run ends first
         self._thread = threading.Thread(target=compute, daemon=True)
         self._thread.start()
 
-    def take(self, timeout: float = 0.0) -> dict[str, float] | None:
-        """The values if they are there within `timeout` seconds."""
-        self._thread.join(timeout)
-        return self._values
+    def news(self) -> str | None:
+        """The values, once, as soon as they are there."""
+        if self._told or self._line is None:
+            return None
+        self._told = True
+        return self._line
 
-    @staticmethod
-    def line(values: dict[str, float]) -> str:
-        return "held-out text in bits per byte: " + ", ".join(f"{name} {v:.2f}" for name, v in values.items())
+    def wait(self, seconds: float) -> str:
+        """The values, waiting for them at most this long."""
+        self._thread.join(seconds)
+        return self._line or "not ready"
 
 
 def summary_table(rows: list[tuple[str, Any]]) -> Table:
