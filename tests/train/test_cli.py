@@ -42,6 +42,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(main, capsys, argument
         (["--data.tokenizer", "/nowhere"], "DataError: data.tokenizer"),
         (["--mesh.tensor", "2"], "ConfigError: "),
         (["--model.vocab-size", "300"], "DataError: tokenizer bytes"),
+        (["--model.dtype", "float64"], "ConfigError: float64 needs JAX_ENABLE_X64=1"),
     ],
 )
 def test_what_cannot_be_honoured_is_one_message_and_exit_code_2(main, capsys, tmp_path, arguments, message):

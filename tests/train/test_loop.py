@@ -20,11 +20,13 @@ from micro import micro_config, micro_model
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.loader import open_data
+from k3jax.data.sources import DataError
 from k3jax.sharding import make_mesh
 from k3jax.train import loop
 from k3jax.train import step as step_module
 from k3jax.train.loop import NonFiniteError, StopRequest
 from k3jax.train.metrics import read_records
+from k3jax.train.resume import claimed
 
 
 def train(config: RunConfig, allow_config_change: bool = False) -> None:
@@ -306,4 +308,17 @@ def test_a_spent_skip_budget_is_remembered_across_a_resume(micro_run, monkeypatc
         interrupt(patch, 2)
         train(config)
     with pytest.raises(NonFiniteError, match=r"step 4 .*allows no more"):
+        train(config)
+
+
+def test_held_out_text_without_anything_to_predict_is_refused(micro_run, tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 100 + '{"text": "a"}\n')
+    config = micro_run(train={"eval_interval": 2}, data={"source": str(tmp_path / "empty.jsonl")})
+    with pytest.raises(DataError, match="hold nothing to predict"):
+        train(config)
+
+
+def test_two_runs_in_one_directory_at_once_are_refused(micro_run):
+    config = micro_run()
+    with claimed(Path(config.run_dir)), pytest.raises(ConfigError, match="another process trains in"):
         train(config)
