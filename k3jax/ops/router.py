@@ -65,5 +65,8 @@ def route(
     experts = experts[:, :k]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if renormalize and k > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        # over the largest first: the gradient of a / b holds b⁻², which overflows when all scores are near 0
+        largest = jnp.maximum(jax.lax.stop_gradient(jnp.max(weights, axis=-1, keepdims=True)), 1e-30)
+        weights = weights / largest
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20 / largest)
     return Routing(experts, weights * scaling_factor, scores, values[:, k])

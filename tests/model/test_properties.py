@@ -157,6 +157,18 @@ def test_a_bias_moves_the_choice_but_not_the_weights():
     np.testing.assert_allclose(routing.weights_NK, picked / picked.sum(1, keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.parametrize("logit", [-20.0, -50.0, -100.0, -200.0])
+def test_scores_that_all_vanish_keep_weights_and_gradients_finite(logit):
+    def weighted(logits):
+        routing = route(logits, jnp.zeros(8), jnp.arange(3), experts_per_token=2)
+        return jnp.sum(routing.weights_NK * jnp.array([1.0, 2.0]))
+
+    value, gradient = jax.value_and_grad(weighted)(jnp.full((3, 8), logit) + 0.1 * jnp.arange(8))
+    assert jnp.isfinite(value)
+    assert jnp.all(jnp.isfinite(gradient))
+    assert jnp.max(jnp.abs(gradient)) < 1
+
+
 def test_equal_scores_load_all_experts_equally_and_by_document_position_only():
     positions = jnp.arange(64)
     routing = route(jnp.zeros((64, 16)), jnp.zeros(16), positions, experts_per_token=4)
