@@ -153,15 +153,13 @@ class CheckpointStore:
         """
         if step in self.steps:
             return
-        try:
+        with self._writing():
             self._checkpointer.save_checkpointables_async(
                 step,
                 {"model": to_paths(model), "training": to_paths(training)},
                 force=True,
                 custom_metadata={"format": FORMAT, **dataclasses.asdict(record)},
             )
-        except OSError as error:
-            raise CheckpointError(f"cannot save step {step} in {self.directory}: {error}") from error
 
     def read_record(self, step: int | None = None) -> RunRecord:
         """The record of a checkpoint (default: the latest), without reading an array.
@@ -243,10 +241,25 @@ class CheckpointStore:
                 + f". {reason[:400]}"
             ) from error
 
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None]:
+        """Says where a save failed, this one or one in the background; what was complete stays as it was."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore reports a full disk as a ValueError
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"cannot save in {self.directory}: {reason[:400]}") from error
+
     def wait(self) -> None:
-        """Returns when nothing is being written."""
-        self._checkpointer.wait()
+        """Returns when nothing is being written.
+
+        Raises:
+            CheckpointError: a save failed in the background.
+        """
+        with self._writing():
+            self._checkpointer.wait()
 
     def close(self) -> None:
-        """Finishes a save in flight."""
-        self._checkpointer.close()
+        """Finishes a save in flight; raises as `wait`."""
+        with self._writing():
+            self._checkpointer.close()

@@ -1,7 +1,9 @@
 """A checkpoint exists completely or not at all, and fits what it is loaded into or is refused by name."""
 
+import contextlib
 import dataclasses
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -162,6 +164,25 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
     store.close()
     store = CheckpointStore(tmp_path / "c")
     assert_equal(store.load("model", abstract(model)), model)
+    store.close()
+
+
+def test_a_save_that_does_not_fit_on_disk_is_one_message_and_leaves_the_checkpoint_before(tmp_path):
+    store = CheckpointStore(tmp_path / "c")
+    save(store, 1, {"a": jnp.ones(1)})
+    store.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        save(store, 2, {"a": jax.random.normal(jax.random.key(0), (20_000,))})
+        with pytest.raises(CheckpointError, match="cannot save in .*too large"):
+            store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with contextlib.suppress(CheckpointError):
+        store.close()
+    store = CheckpointStore(tmp_path / "c")
+    assert store.steps == [1]
     store.close()
 
 
