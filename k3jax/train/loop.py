@@ -278,8 +278,9 @@ class _Run:
             pending = self.pending.popleft()
             values = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
             self.clock.tick()
-            if not values.pop("finite"):
-                self._nonfinite(pending, values)
+            dropped = not values.pop("finite")
+            if dropped or not np.isfinite([v for n, v in values.items() if n.startswith("update_rms/")]).all():
+                self._nonfinite(pending, values, dropped)
             if self.clock.rate:
                 values["tokens_per_second"] = self.tokens_per_step / self.clock.rate
                 utilisation = flops.mfu(values["tokens_per_second"], self.flops_per_token, self.peak)
@@ -302,8 +303,11 @@ class _Run:
             self.profiling = False
             self.display.print(f"profile     in {self.run_dir / 'profile'}")
 
-    def _nonfinite(self, pending: _Pending, values: dict[str, float]) -> None:
-        """Writes down what is known of a step whose update the device dropped, and stops unless it may be skipped."""
+    def _nonfinite(self, pending: _Pending, values: dict[str, float], dropped: bool) -> None:
+        """Writes down what is known of a step that is not finite, and stops unless it may be skipped.
+
+        `dropped`: the device kept the old state. Otherwise the optimizer made NaN of a finite gradient, and it is lost.
+        """
         self.skipped += 1
         budget = self.config.train.skip_nonfinite
         terms = [n for n in ("cross_entropy", "z_loss", "grad_norm") if not np.isfinite(values[n])]
@@ -323,10 +327,10 @@ class _Run:
             f"step {pending.step} is not finite: {', '.join(terms)} (loss {values['loss']}, gradient norm "
             f"{values['grad_norm']}); documents in {path}"
         )
-        if self.skipped > budget:
+        if self.skipped > budget or not dropped:
             raise NonFiniteError(
                 f"{message}. The last good checkpoint is step {self.store.latest or 'none'}; "
-                f"train.skip_nonfinite ({budget}) allows no more such steps"
+                + (f"train.skip_nonfinite ({budget}) allows no more such steps" if dropped else "the state is lost")
             )
         self.display.print(f"skipped: {message} ({self.skipped} of {budget})")
 

@@ -3,8 +3,8 @@
 Micro-batches are scanned. Loss, gradients, token counts and router histograms are *sums* until the scan is done and
 are divided once, so that a batch in n parts gives what it gives in one (to rounding; integers exactly).
 
-A step whose loss, gradient or update is not finite leaves every array of the state as it was and says so; the host
-may look at the flag later without any harm done.
+A step whose loss or gradient norm is not finite leaves every array of the state as it was and says so; the host may
+look at the flag later without any harm done.
 
 Legend: M micro-batches, B sequences in one, T time, L MoE layers, E experts.
 """
@@ -177,9 +177,8 @@ def make_train_step(
 
         metrics = _metrics(sums, grads, updates, optimizer.groups)
         metrics["learning_rate"] = jnp.asarray(optimizer.schedule(state.step))
+        # known before the update is made, so that the selection below happens in place
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
-        for name, value in metrics.items():
-            finite &= jnp.isfinite(value) if name.startswith("update_rms/") else True
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return kept, metrics | {"finite": finite}
 

@@ -322,3 +322,11 @@ def test_two_runs_in_one_directory_at_once_are_refused(micro_run):
     config = micro_run()
     with claimed(Path(config.run_dir)), pytest.raises(ConfigError, match="another process trains in"):
         train(config)
+
+
+def test_an_optimizer_that_makes_nan_of_finite_gradients_stops_before_anything_is_saved(micro_run, monkeypatch):
+    config = micro_run(train={"skip_nonfinite": 9, "checkpoint_interval": 1})
+    monkeypatch.setattr(step_module, "update_rms", lambda updates, groups: {"adamw": jnp.float32(jnp.nan)})
+    with pytest.raises(NonFiniteError, match=r"update_rms/adamw .*the state is lost"):
+        train(config)
+    assert read_only(config).steps == []
