@@ -56,7 +56,8 @@ class KDAConfig:
     implementation: Literal["reference", "xla"] | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "num_heads", "head_dim", "conv_size")
+        _require_positive(self, "num_heads", "head_dim")
+        _require(self.conv_size >= 2, f"KDAConfig.conv_size must be at least 2, got {self.conv_size}")
         _require(
             -5.0 <= self.gate_lower_bound < 0,
             "KDAConfig.gate_lower_bound must be in [-5, 0): tiles of 16 tokens hold exp(±80) only",

@@ -247,7 +247,7 @@ def _collect(config: ModelConfig, plans, outs, output_depth: jax.Array | None) -
         depth = jnp.concatenate([layers.reshape(-1, *layers.shape[2:]), output_depth[None]])
     return Aux(
         jnp.zeros((0, moe.num_experts), jnp.int32) if load is None else load,
-        jnp.zeros((0, moe.num_experts, 0), jnp.int32) if bins is None else bins,
+        jnp.zeros((0, moe.num_experts, moe.qb_bins), jnp.int32) if bins is None else bins,
         jnp.zeros((0, heads), jnp.float32) if max_logit is None else max_logit,
         depth,
         None,
