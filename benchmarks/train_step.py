@@ -23,16 +23,14 @@ import jax
 import numpy as np
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from k3jax.config import RunConfig
 from k3jax.data.loader import open_data
 from k3jax.sharding import make_mesh
 from k3jax.train import flops
+from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import abstract_params, create_state
 from k3jax.train.step import make_train_step, place_batch
-from train import load_config
 
 
 @dataclasses.dataclass(frozen=True)
