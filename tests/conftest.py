@@ -1,4 +1,4 @@
-"""Every test runs on eight simulated CPU devices, with a persistent compile cache beside the checkout."""
+"""Every test runs on eight simulated CPU devices, with a compile cache that outlives the checkout."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,13 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 
+# subprocesses of tests share it
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "k3jax" / "tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
 import jax
 import numpy as np
 import pytest
-
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 GOLDEN = Path(__file__).parent / "golden"
 
