@@ -50,11 +50,11 @@ types: $(STAMP)
 
 # two workers on two cores; XLA's own threads would only get in each other's way
 test: lint types
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests $(ARGS)
 	$(MAKE) notebooks
 
 test-all: lint types
-	$(BIN)/python -m pytest -n 2 tests $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests $(ARGS)
 	$(MAKE) notebooks
 
 notebooks: $(STAMP)
