@@ -50,7 +50,6 @@ from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.train.flops import parameter_counts
 from k3jax.train.loop import use_compile_cache
-from k3jax.train.state import init_params
 from k3jax.train.step import max_violation
 
 use_compile_cache()  # compiled programs are kept between runs, so only the first run of this notebook is slow
@@ -70,13 +69,11 @@ config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts
 # %% [markdown]
 # ## 1 · Where do the parameters sit, and which layer does what?
 #
-# `k3jax.K3(config, rngs=k3jax.Rngs(0))` builds a model. `init_params` is the same under `jit`, which spares hundreds of
-# small compilations (and needs no optimised code for draws that run once).
+# `k3jax.create(config)` builds a model.
 
 # %%
 if RUN is None:
-    build = jax.jit(init_params, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0})
-    model, tokenizer = build(config, 0), load_tokenizer("bytes")
+    model, tokenizer = k3jax.create(config), load_tokenizer("bytes")
     router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts))
 else:
     run = k3jax.load(RUN)
