@@ -37,6 +37,7 @@ def test_text_logits_match_golden(golden, tiny, case):
     check_logits(logits, data["ref64.logits"], None if ids is None else ids != 0)
 
 
+@pytest.mark.slow  # the layer test compares all three in every run
 @pytest.mark.parametrize("implementation", ["dense", "blocked", "ragged"])
 def test_text_logits_do_not_depend_on_the_expert_implementation(golden, implementation):
     data = golden("g7_text", "plain")

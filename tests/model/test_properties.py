@@ -220,7 +220,7 @@ def test_every_remat_preset_gives_the_same_loss_gradients_and_histograms(x64):
         assert_same(loss_and_stats(remat)(model, tokens, ids, bias), plain, 1e-9)
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "dense"])
+@pytest.mark.parametrize("implementation", ["blocked", pytest.param("dense", marks=pytest.mark.slow)])
 def test_eight_data_shards_compute_the_single_device_function(x64, implementation):
     config = micro(**WIDE)
     model = build(**WIDE, moe=replace(config.moe, implementation=implementation))
