@@ -93,7 +93,7 @@ def prefill(
     """Logits after the last token [B, V] and the filled cache; padding stands on the left."""
     x, aux = model.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache)
     assert aux.cache is not None
-    return _logits(model, x), aux.cache
+    return model.logits(x[:, -1]), aux.cache
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -101,12 +101,7 @@ def decode(model: K3, router_bias: jax.Array, token_B: jax.Array, cache: Cache) 
     """Logits after one more token [B, V] and the cache with it."""
     x, aux = model.features(token_B[:, None], router_bias=router_bias, cache=cache)
     assert aux.cache is not None
-    return _logits(model, x), aux.cache
-
-
-def _logits(model: K3, x_BTD: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    return jnp.einsum("bd,dv->bv", x_BTD[:, -1], model.lm_head[...].astype(x_BTD.dtype), preferred_element_type=wide)
+    return model.logits(x[:, -1]), aux.cache
 
 
 _sample = jax.jit(sample)

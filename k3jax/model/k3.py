@@ -17,7 +17,7 @@ Legend: B batch, T time, S cache length, D hidden, V vocabulary, N blocks, E exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -113,9 +113,13 @@ class K3(nnx.Module):
             [B, T, V] in at least float32, or (logits, aux).
         """
         x, aux = self.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache, depth=depth)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        logits = jnp.einsum("btd,dv->btv", x, self.lm_head[...].astype(x.dtype), preferred_element_type=wide)
+        logits = self.logits(x)
         return (logits, aux) if return_aux or cache is not None else logits
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The head: `features` [..., D] → logits [..., V] in at least float32."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.einsum("...d,dv->...v", x, self.lm_head[...].astype(x.dtype), preferred_element_type=wide)
 
     def features(
         self,
@@ -146,13 +150,8 @@ class K3(nnx.Module):
         aux = _collect(config, plans, outs, output_depth)
         if cache is not None:
             updated = [[run["cache"] for run in segment] for segment in outs]
-            aux = Aux(
-                aux.load,
-                aux.histogram,
-                aux.max_logit,
-                aux.depth,
-                Cache(updated, cache.length + tokens_BT.shape[1], tokens.positions[:, -1] + 1),
-            )
+            length = cache.length + tokens_BT.shape[1]
+            aux = replace(aux, cache=Cache(updated, length, tokens.positions[:, -1] + 1))
         return rms_norm(x, self.final_norm[...], config.norm_eps), aux
 
     def _output_mix(self, partial_BTD, bank_NBTD, options: Options) -> tuple[jax.Array, jax.Array | None]:
