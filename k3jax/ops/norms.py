@@ -5,10 +5,12 @@ Legend: … any leading axes, D the normalised axis.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops.common import wide
+from k3jax.ops.common import vary_alike, wide
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -21,10 +23,38 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
     """`rms_norm(x) · weight · sigmoid(gate)`, all in at least float32 with one rounding at the end (report §2.1).
 
+    Keeps only its arguments for the backward pass.
+
     Args:
         x: [..., D] with `weight` [D] shared by all leading axes.
         gate: [..., D] pre-sigmoid.
     """
+    x, weight, gate = vary_alike(x, weight, gate)
+    return _gated_rms_norm(x, weight, gate, eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
     x32 = wide(x)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (normed * wide(weight) * jax.nn.sigmoid(wide(gate))).astype(gate.dtype)
+
+
+def _gated_rms_norm_fwd(x, weight, gate, eps):
+    return _gated_rms_norm(x, weight, gate, eps), (x, weight, gate)
+
+
+def _gated_rms_norm_bwd(eps, residuals, d_y):
+    x, weight, gate = residuals
+    x32, w32, dy32, open_ = wide(x), wide(weight), wide(d_y), jax.nn.sigmoid(wide(gate))
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    normed = x32 * scale
+    d_scaled = dy32 * open_  # of normed · weight
+    d_normed = d_scaled * w32
+    d_x = scale * (d_normed - normed * jnp.mean(d_normed * normed, axis=-1, keepdims=True))
+    d_gate = dy32 * normed * w32 * open_ * (1 - open_)
+    d_weight = jnp.sum(d_scaled * normed, axis=tuple(range(x.ndim - 1)))
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype), d_gate.astype(gate.dtype)
+
+
+_gated_rms_norm.defvjp(_gated_rms_norm_fwd, _gated_rms_norm_bwd)

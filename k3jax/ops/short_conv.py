@@ -2,13 +2,18 @@
 
     y_t[c] = SiLU( Σ_j w[c, j] · u_{t−W+1+j}[c] )          w[..., W−1] multiplies the current token
 
-Legend: B batch, T time, C channels (any trailing axes), W taps.
+The backward pass keeps only the inputs and recomputes the rest; between passes over memory there is nothing wider than
+the inputs.
+
+Legend: B batch, T time, C channels (any trailing axes), W taps; "lag" s = W−1−j, how many tokens back a tap reaches.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+from k3jax.ops.common import vary_alike, wide
 
 
 def short_conv(
@@ -26,25 +31,64 @@ def short_conv(
     Returns:
         [B, T, *C] in `u.dtype`; accumulated in at least float32.
     """
-    wide = jnp.promote_types(u.dtype, jnp.float32)
-    T, W = u.shape[1], weight.shape[-1]
-    channels = (None,) * (u.ndim - 2)
+    u, weight = vary_alike(u, weight)
     if tail is None:
-        padded = jnp.pad(u, ((0, 0), (W - 1, 0)) + ((0, 0),) * (u.ndim - 2))
-    else:
-        padded = jnp.concatenate([tail.astype(u.dtype), u], axis=1)
-    ids = None
+        return _conv(u, weight, segment_ids)
+    before = tail.shape[1]
     if segment_ids is not None:
-        before = segment_ids[:, :1] if tail is not None else jnp.zeros_like(segment_ids[:, :1])
-        ids = jnp.concatenate([before] * (W - 1) + [segment_ids], axis=1)
-    y = jnp.zeros_like(u, dtype=wide)
-    for j in range(W):
-        tap = padded[:, j : j + T].astype(wide)
-        if segment_ids is not None and ids is not None and j < W - 1:
-            same = (ids[:, j : j + T] == segment_ids) & (segment_ids != 0)
-            tap = jnp.where(same[(..., *channels)], tap, 0)
-        y = y + tap * weight[..., j].astype(wide)
-    return jax.nn.silu(y).astype(u.dtype)
+        segment_ids = jnp.concatenate([segment_ids[:, :1]] * before + [segment_ids], axis=1)
+    return _conv(jnp.concatenate([tail.astype(u.dtype), u], axis=1), weight, segment_ids)[:, before:]
+
+
+def _shift(x: jax.Array, lag: int) -> jax.Array:
+    """`out[:, t] = x[:, t − lag]`, zero where there is no such token."""
+    lag = max(-x.shape[1], min(lag, x.shape[1]))
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (lag, -lag, 0)] + [(0, 0, 0)] * (x.ndim - 2))
+
+
+def _reaches(segment_ids: jax.Array, lag: int, ndim: int) -> jax.Array:
+    """Whether the tap at this lag stays inside the token's document, [B, T, 1, …]."""
+    same = (_shift(segment_ids, lag) == segment_ids) & (segment_ids != 0)
+    return same[(..., *(None,) * (ndim - 2))]
+
+
+def _tap(u: jax.Array, segment_ids: jax.Array | None, lag: int) -> jax.Array:
+    """What the tap at this lag sees of each token's past, in `u.dtype`."""
+    past = _shift(u, lag)
+    return past if segment_ids is None or lag == 0 else jnp.where(_reaches(segment_ids, lag, u.ndim), past, 0)
+
+
+def _pre_activation(u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    W = weight.shape[-1]
+    taps = [wide(_tap(u, segment_ids, W - 1 - j)) * wide(weight[..., j]) for j in range(W)]
+    return sum(taps[1:], taps[0])
+
+
+@jax.custom_vjp
+def _conv(u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    return jax.nn.silu(_pre_activation(u, weight, segment_ids)).astype(u.dtype)
+
+
+def _conv_fwd(u, weight, segment_ids):
+    return _conv(u, weight, segment_ids), (u, weight, segment_ids)
+
+
+def _conv_bwd(residuals, d_y):
+    u, weight, segment_ids = residuals
+    W = weight.shape[-1]
+    z = _pre_activation(u, weight, segment_ids)
+    gate = jax.nn.sigmoid(z)
+    # Rounded like d_y, and behind a barrier: read W times below, it must not be recomputed W times.
+    d_z = jax.lax.optimization_barrier((wide(d_y) * gate * (1 + z * (1 - gate))).astype(d_y.dtype))
+    d_u = wide(d_z) * wide(weight[..., W - 1])
+    for lag in range(1, W):
+        back = d_z if segment_ids is None else jnp.where(_reaches(segment_ids, lag, u.ndim), d_z, 0)
+        d_u = d_u + wide(_shift(back, -lag)) * wide(weight[..., W - 1 - lag])
+    d_w = [jnp.sum(wide(d_z) * wide(_tap(u, segment_ids, W - 1 - j)), axis=(0, 1)) for j in range(W)]
+    return d_u.astype(u.dtype), jnp.stack(d_w, axis=-1).astype(weight.dtype), None
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def conv_tail(

@@ -1,0 +1,81 @@
+"""The short convolution against its definition, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.ops.short_conv import conv_tail, short_conv
+
+
+def defined(u, weight, segment_ids=None, tail=None):
+    """One token and one tap at a time, in plain differentiable jnp."""
+    T, W = u.shape[1], weight.shape[-1]
+    past = jnp.zeros_like(u[:, : W - 1]) if tail is None else tail
+    past = jnp.zeros((u.shape[0], W - 1, *u.shape[2:])) if past.shape[1] < W - 1 else past
+    joined = jnp.concatenate([past, u], axis=1)
+    ids = np.ones(u.shape[:2], int) if segment_ids is None else np.asarray(segment_ids)
+    first = ids[:, :1] if tail is not None or segment_ids is None else np.zeros_like(ids[:, :1])
+    ids = np.concatenate([first] * (W - 1) + [ids], axis=1)
+    rows = []
+    for t in range(T):
+        z = 0.0
+        for j in range(W):
+            now, then = ids[:, t + W - 1], ids[:, t + j]
+            keep = ((now == then) & (now != 0)) | (j == W - 1)
+            z = z + jnp.where(keep.reshape(-1, *(1,) * (u.ndim - 2)), joined[:, t + j], 0) * weight[..., j]
+        rows.append(z * jax.nn.sigmoid(z))
+    return jnp.stack(rows, axis=1)
+
+
+DOCUMENTS = np.array([[1, 1, 2, 2, 2, 0, 2, 3, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 4, 4, 4]], np.int32)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("with_tail", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 11])
+def test_convolution_and_every_gradient_match_the_definition(x64, documents, with_tail, length):
+    rng = np.random.default_rng(length)
+    u, weight, cotangent = (
+        rng.normal(size=(2, length, 2, 3)),
+        rng.normal(size=(2, 3, 4)),
+        rng.normal(size=(2, length, 2, 3)),
+    )
+    ids = jnp.asarray(DOCUMENTS[:, :length]) if documents else None
+    tail = rng.normal(size=(2, 3, 2, 3)) if with_tail else None
+    tails = () if tail is None else (tail,)
+
+    def loss(f):
+        return lambda u, w, *tail: jnp.sum(cotangent * f(u, w, ids, *tail))
+
+    args = (u, weight, *tails)
+    np.testing.assert_allclose(short_conv(u, weight, ids, tail), defined(u, weight, ids, tail), atol=1e-12)
+    ours = jax.grad(loss(short_conv), argnums=tuple(range(len(args))))(*args)
+    theirs = jax.grad(loss(defined), argnums=tuple(range(len(args))))(*args)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_convolution_in_pieces_equals_one_pass():
+    rng = np.random.default_rng(0)
+    u, weight = jnp.asarray(rng.normal(size=(1, 9, 5)), jnp.float32), jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
+    tail, pieces = None, []
+    for piece in (u[:, :2], u[:, 2:3], u[:, 3:]):
+        pieces.append(short_conv(piece, weight, tail=tail))
+        tail = conv_tail(piece, 4, tail=tail)
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), short_conv(u, weight), atol=1e-6)
+
+
+def test_bfloat16_gradients_round_once_or_twice():
+    rng = np.random.default_rng(1)
+    u, weight = rng.normal(size=(1, 200, 8)), rng.normal(size=(8, 4))
+    cotangent = jnp.asarray(rng.normal(size=u.shape), jnp.bfloat16)
+
+    def grads(dtype):
+        return jax.grad(lambda u, w: jnp.sum((short_conv(u, w) * cotangent).astype(jnp.float32)), argnums=(0, 1))(
+            jnp.asarray(u, jnp.bfloat16).astype(dtype), jnp.asarray(weight, jnp.float32)
+        )
+
+    for low, full in zip(grads(jnp.bfloat16), grads(jnp.float32), strict=True):
+        assert low.dtype in (jnp.bfloat16, jnp.float32)
+        assert jnp.linalg.norm(low.astype(jnp.float32) - full) <= 4e-3 * jnp.linalg.norm(full)
