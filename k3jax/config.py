@@ -81,7 +81,8 @@ class MLAConfig:
     q_lora_rank: int | None = None
     output_gate: bool = True
     lora_norm_eps: float = 1e-6
-    implementation: Literal["reference", "xla"] | None = None
+    implementation: Literal["reference", "xla", "cudnn"] | None = None
+    """Of attention. With a cache (generation) "cudnn" is "xla": its queries are not the keys' tokens."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")

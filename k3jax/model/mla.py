@@ -74,9 +74,7 @@ class MLA(nnx.Module):
         k_r = kv[..., mla.kv_lora_rank :]
         if cache is None:
             k, v = self._expand(latent, k_r)
-            o, max_logit = batch_island(
-                lambda data: self._attend(*data), (q, k, v, segment_ids, segment_ids), batched=(True,)
-            )
+            o, max_logit = batch_island(lambda data: self._attend(*data), (q, k, v, segment_ids), batched=(True,))
         else:
             cache = self._append(cache, latent, k_r, segment_ids, offset)
             o, max_logit = self._from_cache(q, cache, segment_ids, offset)
@@ -85,18 +83,11 @@ class MLA(nnx.Module):
             o = o.astype(dtype) * jax.nn.sigmoid(gate)
         return jnp.einsum("bthv,hvd->btd", o.astype(dtype), self.o_proj[...].astype(dtype)), cache, max_logit
 
-    def _attend(self, q, k, v, q_ids, kv_ids, offset: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
+    def _attend(self, q, k, v, segment_ids) -> tuple[jax.Array, jax.Array]:
+        """Over the call's own tokens."""
         mla = self.config.mla
-        o, max_logit = attention(
-            q,
-            k,
-            v,
-            scale=mla.qk_head_dim**-0.5,
-            segment_ids=q_ids,
-            kv_segment_ids=kv_ids,
-            q_offset=offset,
-            implementation=mla.implementation,
-        )
+        scale, implementation = mla.qk_head_dim**-0.5, mla.implementation
+        o, max_logit = attention(q, k, v, scale=scale, segment_ids=segment_ids, implementation=implementation)
         return o, batch_max(max_logit)
 
     @staticmethod
@@ -114,7 +105,16 @@ class MLA(nnx.Module):
         ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
         if q.shape[1] > 1:
             k, v = self._expand(cache["latent"], cache["k_r"])
-            return self._attend(q, k, v, ids, cache["segment_ids"], offset)
+            return attention(
+                q,
+                k,
+                v,
+                scale=mla.qk_head_dim**-0.5,
+                segment_ids=ids,
+                kv_segment_ids=cache["segment_ids"],
+                q_offset=offset,
+                implementation="xla" if mla.implementation == "cudnn" else mla.implementation,
+            )
         dtype = q.dtype
         q_c, q_r = q[:, 0, :, : mla.qk_nope_head_dim], q[:, 0, :, mla.qk_nope_head_dim :]
         absorbed = jnp.einsum("bhk,rhk->bhr", q_c, self.k_b[...].astype(dtype))

@@ -24,9 +24,11 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 def implementations(config: RunConfig) -> dict[str, str]:
     """Which implementation of each op runs."""
     model = config.model
+    mla = model.mla
+    widths = {"key_width": mla.qk_head_dim, "value_width": mla.v_head_dim}
     return {
         "kda": f"{kda.resolve_implementation(model.kda.implementation)} (chunks of {model.kda.chunk_size})",
-        "attention": model.mla.implementation or attention.default_implementation(),
+        "attention": attention.resolve_implementation(mla.implementation, dtype=model.dtype, **widths),
         "experts": resolve_moe(model),
         "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
     }

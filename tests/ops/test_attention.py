@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from k3jax.ops.attention import attention, default_implementation, mla_decode
+from k3jax.ops.attention import attention, mla_decode, resolve_implementation
 
 IMPLEMENTATIONS = ["reference", "xla"]
 
@@ -291,8 +291,8 @@ def test_bad_input_is_refused_with_the_reason():
         ("without segment_ids", (q, k, v), {"kv_segment_ids": ids}),
         ("segment_ids must be", (q, k, v), {"segment_ids": ids[:, 1:], "kv_segment_ids": ids}),
         ("block_size", (q, k, v), {"block_size": 0}),
-        ("'reference' or 'xla'", (q, k, v), {"implementation": "pallas"}),
+        ("one of 'reference', 'xla', 'cudnn'", (q, k, v), {"implementation": "pallas"}),
     ]:
         with pytest.raises(ValueError, match=message):
             attention(*arrays, scale=1.0, **options)
-    assert default_implementation() in IMPLEMENTATIONS
+    assert resolve_implementation(dtype="float32", key_width=12, value_width=8) in IMPLEMENTATIONS
