@@ -121,6 +121,16 @@ class Kit:
         else:
             self._gpu(ref)[...] = value
 
+    def release(self, barrier: Any) -> None:
+        """Tell the loading warpgroup that this one has read its slot.
+
+        wgmma reads through the asynchronous proxy and needs no fence before the next copy; the plain loads that stand
+        for it in interpret mode do.
+        """
+        if self.interpret:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
     def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
