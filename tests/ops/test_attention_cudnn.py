@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.attention import attention, blockwise, cudnn, fused, resolve_implementation
 
@@ -259,6 +261,24 @@ def test_documents_lower_to_rectangles(monkeypatch):
     calls = [line for line in text.splitlines() if "@__cudnn$fmhaSoftmax" in line]
     assert len(calls) == 4
     assert all("PADDING" in line and "CAUSAL" not in line for line in calls)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_rows_on_several_devices_change_nothing(x64, stand_ins, checked):
+    arrays = make(2, 8, 40, dtype="float64")
+    ids = np.concatenate([runs([5, 20, 9], 40), runs([40], 40), runs([3, -1, 30], 40), runs([], 40)] * 2)
+    ids[5, 7] = 0  # one device's documents are not runs
+    loss = lambda q, k, v, ids: jnp.sum(  # noqa: E731
+        attention(q, k, v, scale=0.3, segment_ids=ids, block_size=8, implementation="cudnn")[0] ** 2
+    )
+    want = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays, ids)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, P("data")) for x in (*arrays, ids)]
+        rows = jax.shard_map(lambda *x: loss(*x)[None], in_specs=P("data"), out_specs=P("data"), check_vma=checked)
+        got = jax.jit(jax.grad(lambda *x: jnp.sum(rows(*x)), (0, 1, 2)))(*sharded)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.gpu
