@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.common import device_line, measure, write_results
 from k3jax.ops.attention import attention, blockwise, cudnn, resolve_implementation
+from k3jax.ops.attention import peak as kernel
 
 K, V = 192, 128
 SCALE = K**-0.5
@@ -190,6 +191,10 @@ def peak(quick: bool) -> list[Row]:
             found = measure(run, q, k, None)
             show(f"largest logit {label}, blocks of {size}", time=found)
             rows.append({"what": "largest logit", "shape": label, "block": size, "time": found})
+        if kernel.refusal("bfloat16", K) is None:
+            found = measure(jax.jit(functools.partial(kernel.largest_logit, scale=SCALE)), q, k, None)
+            show(f"largest logit {label}, Mosaic kernel", time=found)
+            rows.append({"what": "largest logit", "shape": label, "block": "mosaic", "time": found})
         if "cudnn" in implementations():
             sharp = jax.jit(lambda *x: cudnn.forward(*x, scale=4096 * SCALE)[1].max((0, 2)) / 4096)
             want = jnp.max(run(q, k, None), axis=0)

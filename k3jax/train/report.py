@@ -10,7 +10,7 @@ import jax
 from rich.table import Table
 
 import k3jax
-from k3jax.config import RunConfig
+from k3jax.config import ModelConfig, RunConfig
 from k3jax.data.bits import reference_bits_per_byte, sample_text
 from k3jax.data.loader import TextData
 from k3jax.model.moe import resolve_moe
@@ -24,14 +24,21 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 def implementations(config: RunConfig) -> dict[str, str]:
     """Which implementation of each op runs."""
     model = config.model
-    mla = model.mla
-    widths = {"key_width": mla.qk_head_dim, "value_width": mla.v_head_dim}
     return {
         "kda": f"{kda.resolve_implementation(model.kda.implementation)} (chunks of {model.kda.chunk_size})",
-        "attention": attention.resolve_implementation(mla.implementation, dtype=model.dtype, **widths),
+        "attention": _attention(model),
         "experts": resolve_moe(model),
         "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
     }
+
+
+def _attention(model: ModelConfig) -> str:
+    mla, dtype = model.mla, model.dtype
+    widths = {"key_width": mla.qk_head_dim, "value_width": mla.v_head_dim}
+    chosen = attention.resolve_implementation(mla.implementation, dtype=dtype, **widths)
+    if chosen != "cudnn":
+        return chosen
+    return f"cudnn (largest logit: {attention.max_logit_pass(dtype, mla.qk_head_dim)})"
 
 
 def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, peak: flops.Peak) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from k3jax.ops.attention import attention, blockwise, cudnn, fused, resolve_implementation
+from k3jax.ops.attention import attention, blockwise, cudnn, fused, max_logit_pass, peak, resolve_implementation
+from k3jax.ops.mosaic import h200_mesh
 
 WIDTHS = {"key_width": 192, "value_width": 128}
 
@@ -160,6 +161,34 @@ def test_pass_for_the_largest_logit_equals_the_reference(T, documents):
     want = attention(q, k, v, scale=0.7, segment_ids=ids, implementation="reference")[1]
     got = jnp.max(blockwise.largest_logit(q, k, ids, 0.7, 16), axis=0)
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("T", [64, 128, 290])
+@pytest.mark.parametrize("documents", [False, True])
+def test_kernel_for_the_largest_logit_equals_the_blocks(T, documents):
+    q, k, _ = make(T, 2, T, K=64, dtype="bfloat16", spread=3.0)
+    q, k = -np.abs(q), np.abs(k)  # a hidden pair or one of the filling would be the largest
+    ids = np.concatenate([runs([5, 1, 130, -4, 100], T), runs([-T], T)]) if documents else None
+    want = blockwise.largest_logit(q, k, ids, 0.7, 64)
+    got = jax.jit(partial(peak.largest_logit, scale=0.7, interpret=True))(q, k, ids)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_kernel_for_the_largest_logit_lowers_for_hopper():
+    arrays = [jax.ShapeDtypeStruct((2, 700, 3, 192), jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct((2, 700), jnp.int32)]
+    with jax.sharding.use_abstract_mesh(h200_mesh()):
+        text = (
+            jax.jit(partial(peak.largest_logit, scale=0.7)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "dtype", "width"), [("bfloat16", "float32", 192), ("multiple of 64", "bfloat16", 96)]
+)
+def test_kernel_for_the_largest_logit_says_what_it_does_not_take(reason, dtype, width):
+    assert reason in str(peak.refusal(dtype, width))
+    assert max_logit_pass(dtype, width) == "xla"
 
 
 def test_largest_logit_does_not_count_hidden_pairs(stand_ins):

@@ -14,16 +14,24 @@ Legend: B batch, T queries, S keys, H heads, K key width, V value width, R laten
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops.attention import blockwise, cudnn, fused
+from k3jax.ops.attention import blockwise, cudnn, fused, peak
 from k3jax.ops.attention.blockwise import finite
 from k3jax.ops.common import einsum
 
-__all__ = ["Implementation", "attention", "default_block_size", "mla_decode", "resolve_implementation"]
+__all__ = [
+    "Implementation",
+    "attention",
+    "default_block_size",
+    "max_logit_pass",
+    "mla_decode",
+    "resolve_implementation",
+]
 
 Implementation = Literal["reference", "xla", "cudnn"]
 
@@ -109,7 +117,7 @@ def attention(
     if chosen == "cudnn":
         o = fused.attend(q_BTHK, k_BSHK, v_BSHV, segment_ids, scale, size)
         if return_max_logit:
-            peak_BH = blockwise.largest_logit(q_BTHK, k_BSHK, segment_ids, scale, _MAX_BLOCK)
+            peak_BH = _largest_logit(q_BTHK, k_BSHK, segment_ids, scale)
         else:
             peak_BH = jnp.full_like(o[:, 0, :, 0], -jnp.inf)
     else:
@@ -118,7 +126,23 @@ def attention(
     return o, jax.lax.stop_gradient(jnp.max(peak_BH, axis=0)).astype(jnp.float32)
 
 
-_MAX_BLOCK = 512  # tokens in a block of the pass for the largest logit
+def max_logit_pass(dtype: Any, key_width: int) -> Literal["mosaic", "xla"]:
+    """What computes the largest logit beside "cudnn": a Mosaic kernel on Hopper, else blocks of logits in memory."""
+    return "xla" if peak.refusal(dtype, key_width) else "mosaic"
+
+
+_MAX_BLOCK = 512  # tokens in a block of the pass for the largest logit in plain XLA
+
+
+def _largest_logit(q, k, segment_ids, scale: float) -> jax.Array:
+    """[B, H] float32."""
+    blocks = partial(blockwise.largest_logit, scale=scale, block_size=_MAX_BLOCK)
+    if scale <= 0 or max_logit_pass(q.dtype, q.shape[-1]) == "xla":
+        return blocks(q, k, segment_ids)
+    kernel = partial(peak.largest_logit, scale=scale)
+    if segment_ids is None:
+        return kernel(q, k, None)
+    return jax.lax.cond(fused.are_runs(segment_ids), kernel, blocks, q, k, segment_ids)
 
 
 def _check(q, k, v, segment_ids, kv_segment_ids, block_size: int | None) -> None:
