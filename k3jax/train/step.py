@@ -177,6 +177,8 @@ def make_train_step(
 
         metrics = _metrics(sums, grads, updates, optimizer.groups)
         metrics["learning_rate"] = jnp.asarray(optimizer.schedule(state.step))
+        if threshold is not None:  # otherwise nobody reads it, and XLA drops the pass that computes it
+            metrics["max_logit"] = jnp.max(sums.max_logit, initial=-jnp.inf)
         # known before the update is made, so that the selection below happens in place
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
@@ -225,7 +227,6 @@ def _metrics(sums: Sums, grads: K3, updates: Any, groups: Any) -> Metrics:
         "bytes": sums.bytes,
         "grad_norm": optax.global_norm(grads),
         "max_violation": jnp.max(max_violation(sums.load), initial=0.0),
-        "max_logit": jnp.max(sums.max_logit, initial=-jnp.inf),
     }
     return metrics | {f"update_rms/{group}": rms for group, rms in update_rms(updates, groups).items()}
 

@@ -208,6 +208,32 @@ def test_largest_logit_is_computed_only_when_asked_for(stand_ins, monkeypatch):
     assert np.all(np.isneginf(run(return_max_logit=False)[1]))
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_a_largest_logit_that_nobody_reads_is_not_computed(stand_ins, monkeypatch, read):
+    """Through layers, remat, gradients and micro-batches, as in a training step."""
+
+    def layer(x, w):
+        q = x @ w
+        o, peak = attention(q, q, q, scale=1.0, implementation="cudnn")
+        return x + o.astype(x.dtype), jnp.max(peak)
+
+    def loss(ws, x):
+        x, peaks = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, ws)
+        return jnp.sum(x**2), jnp.max(peaks)
+
+    def step(ws, batches):
+        def micro(total, x):
+            grads, peak = jax.grad(loss, has_aux=True)(ws, x)
+            return (total[0] + grads, jnp.maximum(total[1], peak)), None
+
+        grads, peak = jax.lax.scan(micro, (jnp.zeros_like(ws), jnp.float32(-jnp.inf)), batches)[0]
+        return (grads, peak) if read else grads
+
+    monkeypatch.setattr(blockwise, "largest_logit", lambda q, *_, **__: jnp.sum(jnp.cbrt(q), (1, 3)))
+    text = jax.jit(step).lower(jnp.ones((3, 8, 8)), jnp.ones((2, 1, 16, 2, 8))).compile().as_text()
+    assert ("cbrt" in text) == read
+
+
 def hopper(monkeypatch, capability="9.0", version=91002, kind="NVIDIA H200"):
     device = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
     monkeypatch.setattr(cudnn.jax, "devices", lambda: [device])
