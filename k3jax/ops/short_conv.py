@@ -10,14 +10,41 @@ Legend: B batch, T time, C channels (any trailing axes), W taps; "lag" s = W−1
 
 from __future__ import annotations
 
+import functools
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 
+from k3jax.ops import short_conv_gpu
 from k3jax.ops.common import vary_alike, wide
+
+Implementation = Literal["xla", "pallas"]
+
+
+def resolve_implementation(
+    u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None, implementation: Implementation | None = None
+) -> Implementation:
+    """The implementation that runs when `implementation` is asked for; None means "xla".
+
+    Raises:
+        ValueError: the kernels were asked for and cannot run here or on these arrays; the message says why.
+    """
+    if implementation is None:
+        return "xla"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"short_conv: unknown implementation {implementation!r}; there are xla and pallas")
+    if implementation == "pallas" and (reason := short_conv_gpu.why_not(u, weight, segment_ids)) is not None:
+        raise ValueError(f"short_conv: implementation='pallas' cannot run: {reason}")
+    return implementation
 
 
 def short_conv(
-    u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None = None, tail: jax.Array | None = None
+    u: jax.Array,
+    weight: jax.Array,
+    segment_ids: jax.Array | None = None,
+    tail: jax.Array | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Short convolution and SiLU.
 
@@ -27,17 +54,22 @@ def short_conv(
         segment_ids: [B, T] int32; a tap reaches only tokens of the same non-zero id. None: one document a row.
         tail: [B, W−1, *C], the inputs before the first one (a decode cache), of the first token's document;
             None: zeros.
+        implementation: "pallas" (kernels for an NVIDIA GPU; C is [H, 128]), "xla"; None is `resolve_implementation`.
 
     Returns:
         [B, T, *C] in `u.dtype`; accumulated in at least float32.
+
+    Raises:
+        ValueError: "pallas" cannot run; the message says why.
     """
+    before = 0 if tail is None else tail.shape[1]
+    if tail is not None:
+        u = jnp.concatenate([tail.astype(u.dtype), u], axis=1)
+        if segment_ids is not None:
+            segment_ids = jnp.concatenate([segment_ids[:, :1]] * before + [segment_ids], axis=1)
+    chosen = resolve_implementation(u, weight, segment_ids, implementation)
     u, weight = vary_alike(u, weight)
-    if tail is None:
-        return _conv(u, weight, segment_ids)
-    before = tail.shape[1]
-    if segment_ids is not None:
-        segment_ids = jnp.concatenate([segment_ids[:, :1]] * before + [segment_ids], axis=1)
-    return _conv(jnp.concatenate([tail.astype(u.dtype), u], axis=1), weight, segment_ids)[:, before:]
+    return _conv(u, weight, segment_ids, chosen)[:, before:]
 
 
 def _shift(x: jax.Array, lag: int) -> jax.Array:
@@ -64,17 +96,21 @@ def _pre_activation(u: jax.Array, weight: jax.Array, segment_ids: jax.Array | No
     return sum(taps[1:], taps[0])
 
 
-@jax.custom_vjp
-def _conv(u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _conv(u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None, implementation: Implementation) -> jax.Array:
+    if implementation == "pallas":
+        return short_conv_gpu.forward(u, weight, segment_ids)
     return jax.nn.silu(_pre_activation(u, weight, segment_ids)).astype(u.dtype)
 
 
-def _conv_fwd(u, weight, segment_ids):
-    return _conv(u, weight, segment_ids), (u, weight, segment_ids)
+def _conv_fwd(u, weight, segment_ids, implementation):
+    return _conv(u, weight, segment_ids, implementation), (u, weight, segment_ids)
 
 
-def _conv_bwd(residuals, d_y):
+def _conv_bwd(implementation, residuals, d_y):
     u, weight, segment_ids = residuals
+    if implementation == "pallas":
+        return *short_conv_gpu.backward(u, weight, segment_ids, d_y), None
     W = weight.shape[-1]
     z = _pre_activation(u, weight, segment_ids)
     gate = jax.nn.sigmoid(z)

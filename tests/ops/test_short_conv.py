@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.ops import short_conv_gpu
+from k3jax.ops.mosaic import h200_mesh
 from k3jax.ops.short_conv import conv_tail, short_conv
 
 
@@ -79,3 +81,48 @@ def test_bfloat16_gradients_round_once_or_twice():
     for low, full in zip(grads(jnp.bfloat16), grads(jnp.float32), strict=True):
         assert low.dtype in (jnp.bfloat16, jnp.float32)
         assert jnp.linalg.norm(low.astype(jnp.float32) - full) <= 4e-3 * jnp.linalg.norm(full)
+
+
+def kernel_arguments(T, dtype, documents, H=1):
+    rng = np.random.default_rng(T)
+    u, d_y = (jnp.asarray(rng.normal(size=(2, T, H, 128)), dtype) for _ in range(2))
+    weight = jnp.asarray(rng.normal(size=(H, 128, 4)), jnp.float32)
+    ids = np.cumsum(rng.random((2, T)) < 0.1, axis=1) * (rng.random((2, T)) < 0.95)
+    return u, weight, jnp.asarray(ids, jnp.int32) if documents else None, d_y
+
+
+@pytest.mark.parametrize(("T", "dtype", "documents"), [(132, jnp.float32, True), (128, jnp.bfloat16, False)])
+def test_kernels_match_plain_jax(T, dtype, documents):
+    u, weight, ids, d_y = kernel_arguments(T, dtype, documents)
+    y, vjp = jax.vjp(lambda u, w: short_conv(u, w, ids), u, weight)
+    ours = (
+        short_conv_gpu.forward(u, weight, ids, interpret=True),
+        *short_conv_gpu.backward(u, weight, ids, d_y, interpret=True),
+    )
+    for a, b in zip(ours, (y, *vjp(d_y)), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= (1e-6 if dtype == jnp.float32 else 3e-3) * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_kernels_lower_for_a_gpu(documents):
+    u, weight, ids, d_y = kernel_arguments(200, jnp.bfloat16, documents, H=2)
+
+    def both(u, weight, d_y):
+        return short_conv_gpu.forward(u, weight, ids), short_conv_gpu.backward(u, weight, ids, d_y)
+
+    with jax.sharding.use_abstract_mesh(h200_mesh()):
+        jax.jit(both).trace(u, weight, d_y).lower(lowering_platforms=("cuda",))
+
+
+def test_asking_for_the_kernels_where_they_cannot_run_says_why():
+    u, weight, ids, _ = kernel_arguments(200, jnp.bfloat16, True)
+    for change, message in (
+        ({"u": u[:, :40], "segment_ids": None}, "at least 80 tokens, not 40"),
+        ({"u": u[:, :101], "segment_ids": ids[:, :101]}, "multiple of 4, not int32 and 101"),
+        ({"u": u[..., :64], "weight": weight[:, :64]}, "must be"),
+        ({}, "NVIDIA GPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            short_conv(**({"u": u, "weight": weight, "segment_ids": ids} | change), implementation="pallas")
