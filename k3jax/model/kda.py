@@ -11,12 +11,14 @@ from flax import nnx
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
-from k3jax.ops.kda import kda, kda_step
+from k3jax.ops.kda import kda
+from k3jax.ops.kda.decode import Weights, kda_decode
 from k3jax.ops.norms import gated_rms_norm
 from k3jax.ops.short_conv import conv_tail, short_conv
 from k3jax.sharding import batch_island
 
 KDACache = dict[str, jax.Array]
+TAILS = ("q_tail", "k_tail", "v_tail")
 
 
 class KDA(nnx.Module):
@@ -63,6 +65,9 @@ class KDA(nnx.Module):
         q, k, v = project(self.q_proj), project(self.k_proj), project(self.v_proj)
         g = jnp.einsum("btr,rhk->bthk", x_BTD @ self.f_a[...].astype(dtype), self.f_b[...].astype(dtype))
         beta = x_BTD @ self.b_proj[...].astype(dtype)
+        if cache is not None and x_BTD.shape[1] == 1:
+            o, cache = self._decode((q, k, v, g, beta, self._output_gate(x_BTD)), segment_ids, cache)
+            return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
         gates = {"A_log": self.A_log[...], "dt_bias": self.dt_bias[...], "gate": config.gate}
         gates |= {"lower_bound": config.gate_lower_bound, "beta_is_logit": True, "qk_l2norm": True}
         if cache is None:
@@ -100,17 +105,47 @@ class KDA(nnx.Module):
         assert isinstance(o, jax.Array)
         return o
 
+    def _decode(self, token: tuple, segment_ids: jax.Array | None, cache: KDACache) -> tuple[jax.Array, KDACache]:
+        """The normed and gated output of one token a row; a row of padding leaves its cache as it is."""
+        config = self.config.kda
+
+        def step(token, segment_ids, cache, weights: Weights):
+            slots = jnp.arange(token[0].shape[0], dtype=jnp.int32)
+            if segment_ids is not None:
+                slots = jnp.where(segment_ids[:, 0] != 0, slots, -1)
+            q, k, v, g, beta, output_gate = (x[:, 0] for x in token)
+            q_tail, k_tail, v_tail = (cache[name] for name in TAILS)
+            y, state, tails = kda_decode(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                output_gate,
+                cache["state"],
+                (q_tail, k_tail, v_tail),
+                slots,
+                weights,
+                gate=config.gate,
+                lower_bound=config.gate_lower_bound,
+                norm_eps=self.config.norm_eps,
+                implementation="xla" if config.implementation in ("xla", "reference") else None,
+            )
+            return (y[:, None], {"state": state, **dict(zip(TAILS, tails))}), ()
+
+        parameters = (self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias, self.o_norm)
+        weights = Weights(*(p[...] for p in parameters))
+        (o, cache), _ = batch_island(step, token, segment_ids, cache, weights, batched=(True, True, True, False))
+        return o, cache
+
     def _continue(self, q, k, v, g, beta, gates, segment_ids, cache: KDACache) -> tuple[jax.Array, KDACache]:
-        """Prefill (T > 1) or one decode step from a cache of state and convolution tails."""
+        """Prefill of more than one token from a cache of state and convolution tails."""
         new: KDACache = {}
         convolved = []
-        for name, u, w in (("q_tail", q, self.q_conv), ("k_tail", k, self.k_conv), ("v_tail", v, self.v_conv)):
+        for name, u, w in zip(TAILS, (q, k, v), (self.q_conv, self.k_conv, self.v_conv)):
             convolved.append(short_conv(u, w[...], segment_ids, cache[name]))
             new[name] = conv_tail(u, w.shape[-1], segment_ids, cache[name])
         q, k, v = convolved
-        if q.shape[1] == 1:
-            o, new["state"] = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state=cache["state"], **gates)
-            return o[:, None], new
         config = self.config.kda
         o, new["state"] = kda(
             q,
@@ -132,5 +167,5 @@ def kda_cache(config: ModelConfig, batch: int, stack: tuple[int, ...] = ()) -> K
     """An empty cache: state [*stack, B, H, K, K] (at least float32) and three tails [*stack, B, W−1, H, K]."""
     H, K, W = config.kda.num_heads, config.kda.head_dim, config.kda.conv_size
     dtype = jnp.dtype(config.dtype)
-    tails = {name: jnp.zeros((*stack, batch, W - 1, H, K), dtype) for name in ("q_tail", "k_tail", "v_tail")}
+    tails = {name: jnp.zeros((*stack, batch, W - 1, H, K), dtype) for name in TAILS}
     return {"state": jnp.zeros((*stack, batch, H, K, K), jnp.promote_types(dtype, jnp.float32)), **tails}

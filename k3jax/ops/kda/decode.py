@@ -45,6 +45,7 @@ OWN = TILE.reduce(0)  # [128]: a thread holds one value
 ALL = TILE.reduce(1)  # [rows]: every thread holds all values
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """The parameters of a KDA layer that a decoding step reads.
