@@ -143,6 +143,9 @@ def backward(
 
     `o` and `lse` may belong to a softmax over more keys than are given: the gradients are then what these keys
     contribute, so that the parts of a split softmax add up.
+
+    XLA asks cuDNN for its deterministic algorithm only under `--xla_gpu_deterministic_ops=true` or
+    `--xla_gpu_exclude_nondeterministic_ops=true`; without, two runs may differ in their last bits.
     """
     K, V = q_BTHK.shape[-1], v_BSHV.shape[-1]
     if pads_values(K, V):

@@ -4,11 +4,10 @@ Without documents it is one causal call. With documents, contiguous runs of toke
 into tiles on its diagonal and squares below them: the square at (n, c) holds the pairs of the queries [(2n + 1)c,
 (2n + 2)c) and the keys [2nc, (2n + 1)c), for c = t, 2t, 4t, … < T.
 
-    t ┌──┐                 Only the document that crosses the corner of a square has pairs in it: its first queries in
-    t │■■│╲                the square and its last keys, a rectangle of two lengths per square. cuDNN skips what lies
-   2t ├──┼──┐              outside; it wants *first* keys, so their order is turned round. The tiles of t tokens on the
-      │     │╲             diagonal have a mask and run in plain XLA. The softmax of each query is put together from
-      └─────┴──            its log Σ exp in each part; backward, every part gets the whole row's.
+Only the document that crosses the corner of a square has pairs in it: its first queries in the square and its last
+keys, a rectangle of two lengths. cuDNN skips what lies outside; it wants *first* keys, so their order is turned round.
+The tiles of t tokens on the diagonal need a mask and run in plain XLA. The softmax of a query is put together from its
+log Σ exp in each part; backward, every part is given that of the whole row.
 
 So no mask of [T, T], no bound on the number of documents, and work that follows the documents' lengths. Documents that
 are not runs in increasing order of their ids (padding inside one, an id that comes back) go block by block.
