@@ -17,12 +17,14 @@ from flax import nnx
 from k3jax.config import ModelConfig
 from k3jax.model import init
 from k3jax.model.mlp import MLP
-from k3jax.ops.grouped_matmul import combine, dispatch, group_layout, grouped_matmul
+from k3jax.ops.grouped_matmul import ExpertOptions, expert_mlp, group_layout, why_not_pallas
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
 from k3jax.ops.router import Routing, route
 from k3jax.ops.situ import situ_glu
 from k3jax.sharding import batch_island, batch_sum
+
+Grouped = Literal["blocked", "ragged", "pallas"]
 
 
 class RouterStats(NamedTuple):
@@ -128,30 +130,37 @@ class LatentMoE(nnx.Module):
         y = jnp.einsum("nef,efl->nel", hidden, w2)
         return jnp.einsum("ne,nel->nl", p_NE, y.astype(wide))
 
-    def _grouped(self, z_NL, routing: Routing, valid_N, weights, implementation: Literal["blocked", "ragged"]):
+    def _grouped(self, z_NL, routing: Routing, valid_N, weights, implementation: Grouped) -> jax.Array:
         """Tokens sorted by expert; work proportional to what was routed."""
         w1, w3, w2 = weights
-        align = _align(routing.experts_NK.size, w1.shape[0]) if implementation == "blocked" else 1
+        align = _align(implementation, routing.experts_NK.size, w1.shape[0])
         valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
         layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
-
-        def matmul(x_ML: jax.Array, w: jax.Array) -> jax.Array:
-            return grouped_matmul(x_ML, w, layout.group_sizes_E, align=align, implementation=implementation)
-
-        rows = dispatch(z_NL, layout)
-        y = matmul(self._situ(matmul(rows, w1), matmul(rows, w3)), w2)
-        return combine(y, layout, routing.weights_NK)
+        options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
+        w13 = jnp.concatenate([w1, w3], axis=2)  # one pass together with their cast
+        return expert_mlp(z_NL, w13, w2, routing.weights_NK, layout, options)
 
 
-def _align(slots: int, num_experts: int) -> int:
-    """Rows that groups are padded to: a quarter of the mean group, as a power of two in 16..512.
+def _align(implementation: Grouped, slots: int, num_experts: int) -> int:
+    """Rows that groups are padded to.
 
-    Each block of rows belongs to one expert. On an H200 blocks of 512 are twice as fast as blocks of 128 at 2,048 rows
-    a group; with few tokens large blocks are mostly padding.
+    "pallas" takes any, and stores groups that start at a multiple of 8 rows faster. A block of "blocked" belongs to one
+    expert: a quarter of the mean group, as a power of two in 16..512. On an H200 blocks of 512 are twice as fast as
+    blocks of 128 at 2,048 rows a group; with few tokens large blocks are mostly padding.
     """
+    if implementation != "blocked":
+        return 8 if implementation == "pallas" else 1
     return 1 << min(max((slots // num_experts // 4).bit_length() - 1, 4), 9)
 
 
-def resolve_moe(config: ModelConfig) -> Literal["dense", "blocked", "ragged"]:
-    """The expert implementation that runs: "blocked" unless the config names one."""
-    return config.moe.implementation or "blocked"
+def resolve_moe(config: ModelConfig) -> Literal["dense", "blocked", "ragged", "pallas"]:
+    """The expert implementation that runs: what the config names, else "pallas" where it can run, else "blocked".
+
+    Raises:
+        ValueError: the config names "pallas", and it cannot run here.
+    """
+    moe = config.moe
+    reason = why_not_pallas(jnp.dtype(config.dtype), moe.latent_size or config.hidden_size, moe.expert_size)
+    if moe.implementation == "pallas" and reason:
+        raise ValueError(f"moe.implementation 'pallas' cannot run: {reason}")
+    return moe.implementation or ("blocked" if reason else "pallas")

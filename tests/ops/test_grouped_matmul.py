@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from k3jax.ops import grouped_matmul as module
 from k3jax.ops.grouped_matmul import (
     GroupLayout,
     combine,
@@ -20,6 +19,7 @@ from k3jax.ops.grouped_matmul import (
     group_layout,
     grouped_matmul,
     padded_rows,
+    xla,
 )
 
 IMPLEMENTATIONS = ["reference", "ragged", "blocked"]
@@ -103,7 +103,7 @@ def test_a_poisoned_tail_and_empty_experts_give_exact_zeros(implementation, case
 
 @pytest.mark.parametrize("limit", [1, 3 * D * F, 4 * D * F, 8 * D * F])
 def test_gathering_weights_in_batches_changes_nothing(x64, monkeypatch, limit):
-    monkeypatch.setattr(module, "_BATCH_ELEMENTS", limit)
+    monkeypatch.setattr(xla, "_BATCH_ELEMENTS", limit)
     x, w, dy = make(3)
     x[28:], dy[28:] = np.nan, np.nan
     got, sizes = run("blocked", x, w, SIZES["uneven"], dy), SIZES["uneven"]
@@ -297,9 +297,10 @@ def test_bad_input_is_refused_with_the_reason():
         ("one dtype", (x, w.astype(jnp.bfloat16), sizes), {}),
         ("got 1 for 32", (x, w, sizes), {"implementation": "blocked"}),
         ("got 5 for 32", (x, w, sizes), {"implementation": "blocked", "align": 5}),
-        ("'reference', 'ragged' or 'blocked'", (x, w, sizes), {"implementation": "dense"}),
+        ("must be one of", (x, w, sizes), {"implementation": "dense"}),
+        ("bfloat16 or float16, not float32", (x, w, sizes), {"implementation": "pallas"}),
     ]:
         with pytest.raises(ValueError, match=message):
             grouped_matmul(*args, **options)
-    assert default_implementation(32, 4) == "blocked"
-    assert default_implementation(32, 1) == "ragged"
+    assert default_implementation(32, 4, x.dtype, D, F) == "blocked"
+    assert default_implementation(32, 1, x.dtype, D, F) == "ragged"

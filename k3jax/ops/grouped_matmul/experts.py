@@ -1,0 +1,136 @@
+"""Gated feed-forward experts on routed tokens: gather, two grouped products around SiTU, weighted sum.
+
+    out_n = Σ_k p_nk E_{e(n, k)}(z_n)        E_e(z) = (SiTU(z w1_e, z w3_e)) w2_e
+
+The routing weight multiplies the activation instead of the expert's output, which is the same number: then the backward
+pass needs no expert output, so w2's product is not repeated, and the weights' gradient is a sum over the width that the
+activation's own backward pass forms on the way.
+
+Only the inputs are kept for the backward pass, which forms the pre-activations anew. Under rematerialisation of the
+layer nothing is therefore computed a third time.
+
+Legend: N tokens, K experts of a token, E experts, L latent width, F expert width, M rows.
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.ops.common import vary_alike, wide
+from k3jax.ops.grouped_matmul import mosaic
+from k3jax.ops.grouped_matmul.layout import GroupLayout, rows_at
+from k3jax.ops.grouped_matmul.product import Implementation, grouped_matmul, refuse_pallas
+from k3jax.ops.situ import situ_glu, situ_glu_backward
+
+
+class ExpertOptions(NamedTuple):
+    """What is static about `expert_mlp`."""
+
+    beta: float
+    linear_beta: float | None
+    align: int
+    implementation: Implementation
+    tiling: mosaic.Tiling = mosaic.DEFAULT
+
+
+def expert_mlp(
+    z_NL: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    weights_NK: jax.Array,
+    layout: GroupLayout,
+    options: ExpertOptions,
+) -> jax.Array:
+    """Σ_k weight · expert(z) → [N, L] in at least float32; an invalid slot contributes 0.
+
+    Args:
+        z_NL: tokens, in the dtype of products.
+        w13: [E, L, 2F], gate then up; w2: [E, F, L]. In the dtype of `z_NL`.
+        weights_NK: at least float32.
+        layout: with groups aligned to `options.align`.
+
+    Raises:
+        ValueError: as `grouped_matmul`.
+    """
+    if options.implementation == "pallas":
+        refuse_pallas(z_NL.dtype, z_NL.shape[1], w2.shape[1], options.tiling)
+        layout = layout._replace(slot_of_row=_enough_rows(layout))
+    z_NL, w13, w2, weights_NK, *maps = vary_alike(z_NL, w13, w2, weights_NK, *layout)
+    return _expert_mlp(options, z_NL, w13, w2, weights_NK, GroupLayout(*maps))
+
+
+def _enough_rows(layout: GroupLayout) -> jax.Array:
+    """`slot_of_row` with padding rows behind it until the kernels take it. Row M, which invalid slots name, is 0."""
+    rows, num_slots = len(layout.slot_of_row), layout.row_of_NK.size
+    more = mosaic.enough_rows(rows) - rows
+    return jnp.pad(layout.slot_of_row, (0, more), constant_values=num_slots)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_mlp(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLayout) -> jax.Array:
+    rows_ML, scale_M = _gathered(z_NL, weights_NK, layout)
+    if options.implementation == "pallas":
+        tiles = mosaic.row_tiles(layout.group_sizes_E, len(rows_ML))
+        glu = mosaic.Glu(scale_M, options.beta, options.linear_beta)
+        hidden_MF = mosaic.rows_times_matrices(rows_ML, w13, tiles, glu=glu, tiling=options.tiling)
+        y_ML = mosaic.rows_times_matrices(hidden_MF, w2, tiles, tiling=options.tiling)
+    else:
+        gate_MF, up_MF = jnp.split(_product(options, layout, rows_ML, w13), 2, axis=1)
+        hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
+        y_ML = _product(options, layout, hidden_MF, w2)
+    return _sum_of_slots(y_ML, layout)
+
+
+def _gathered(z_NL: jax.Array, weights_NK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, jax.Array]:
+    """Each row's token and its weight; both 0 in padding rows."""
+    return rows_at(z_NL, layout.slot_of_row // weights_NK.shape[1]), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
+
+
+def _sum_of_slots(y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Σ_k row of slot (n, k), in at least float32 and in the order of k → [N, L]."""
+    K = layout.row_of_NK.shape[1]
+    return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)])
+
+
+def _product(options: ExpertOptions, layout: GroupLayout, x: jax.Array, w: jax.Array) -> jax.Array:
+    name, align = options.implementation, options.align
+    return grouped_matmul(x, w, layout.group_sizes_E, align=align, implementation=name, tiling=options.tiling)
+
+
+def _fwd(options: ExpertOptions, *args):
+    return _expert_mlp(options, *args), args
+
+
+def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
+    z_NL, w13, w2, weights_NK, layout = residuals
+    rows_ML, scale_M = _gathered(z_NL, weights_NK, layout)
+    dy_ML = rows_at(d_out_NL.astype(z_NL.dtype), layout.slot_of_row // weights_NK.shape[1])
+    activation = partial(situ_glu_backward, beta=options.beta, linear_beta=options.linear_beta)
+    if options.implementation == "pallas":
+        sizes, tiling = layout.group_sizes_E, options.tiling
+        multiply = partial(mosaic.rows_times_matrices, tiles=mosaic.row_tiles(sizes, len(rows_ML)), tiling=tiling)
+        outer = partial(mosaic.outer_products, sizes_E=sizes, tiling=tiling)
+        gate_MF, up_MF = jnp.split(multiply(rows_ML, w13), 2, axis=1)
+        d_hidden_MF = multiply(dy_ML, w2, transpose=True)
+        hidden_MF, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
+        # two arrays of one shape: XLA writes them, `hidden` and the row sums in one pass
+        d_rows_ML, dw13 = multiply((d_gate, d_up), w13, transpose=True), outer(rows_ML, (d_gate, d_up))
+        dw2 = outer(hidden_MF, dy_ML)
+    else:
+        product = partial(_product, options, layout)
+        both, pull13 = jax.vjp(product, rows_ML, w13)
+        gate_MF, up_MF = jnp.split(both, 2, axis=1)
+        hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
+        d_hidden_MF, dw2 = jax.vjp(product, hidden_MF, w2)[1](dy_ML)
+        _, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
+        d_rows_ML, dw13 = pull13(jnp.concatenate([d_gate, d_up], axis=1))
+    dz_NL = _sum_of_slots(d_rows_ML, layout).astype(z_NL.dtype)
+    d_weights_NK = rows_at(d_scale_M, layout.row_of_NK).astype(weights_NK.dtype)
+    return dz_NL, dw13, dw2, d_weights_NK, None
+
+
+_expert_mlp.defvjp(_fwd, _bwd)
