@@ -37,7 +37,7 @@ DecodeImplementation = Literal["xla", "pallas"]
 Tails = tuple[Array, Array, Array]
 
 DIM = 128  # of keys and values in the kernel: one thread a value column
-ROWS = 32  # of the state in registers at a time
+ROWS = 16  # of the state in registers at a time: few enough for three blocks on a multiprocessor
 TILE = plgpu.Layout.TILED(
     plgpu.Tiling(((1, DIM), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )  # [any rows, 128]: a thread holds one column
@@ -287,24 +287,31 @@ def _body(kit: Kit, how: Activation, norm_eps: float, *refs: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _row_values(kit: Kit, ref: Any, rows: Any) -> Array:
+    return along_rows(kit.load(ref.at[rows], ALL, optimized=False), (ROWS, DIM))
+
+
 def _read(kit: Kit, S: Any, decayed_k: Any, decayed_q: Any, v: Array) -> tuple[Array, Array]:
     """v - S^T (decayed k) and S^T (decayed q)."""
-    error, o = v, jnp.zeros_like(v)
-    for i in range(DIM // ROWS):
-        rows, shape = pl.ds(i * ROWS, ROWS), (ROWS, DIM)
+
+    def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        error, o = sums
+        rows = pl.ds(i * ROWS, ROWS)
         tile = kit.load(S.at[rows], TILE, optimized=False).astype(jnp.float32)
-        error = error - jnp.sum(tile * along_rows(kit.load(decayed_k.at[rows], ALL, optimized=False), shape), axis=0)
-        o = o + jnp.sum(tile * along_rows(kit.load(decayed_q.at[rows], ALL, optimized=False), shape), axis=0)
-    return error, o
+        error = error - jnp.sum(tile * _row_values(kit, decayed_k, rows), axis=0)
+        return error, o + jnp.sum(tile * _row_values(kit, decayed_q, rows), axis=0)
+
+    return lax.fori_loop(0, DIM // ROWS, step, (v, jnp.zeros_like(v)))
 
 
 def _update(kit: Kit, S: Any, decay: Any, key: Any, error: Array) -> None:
     """S <- Diag(decay) S + key error^T."""
-    for i in range(DIM // ROWS):
-        rows, shape = pl.ds(i * ROWS, ROWS), (ROWS, DIM)
-        tile = kit.load(S.at[rows], TILE, optimized=False).astype(jnp.float32)
-        tile = tile * along_rows(kit.load(decay.at[rows], ALL, optimized=False), shape)
-        tile = tile + along_rows(kit.load(key.at[rows], ALL, optimized=False), shape) * along_columns(error, shape)
+
+    @pl.loop(0, DIM // ROWS)
+    def _(i):
+        rows = pl.ds(i * ROWS, ROWS)
+        tile = kit.load(S.at[rows], TILE, optimized=False).astype(jnp.float32) * _row_values(kit, decay, rows)
+        tile = tile + _row_values(kit, key, rows) * along_columns(error, (ROWS, DIM))
         S[rows, :] = tile.astype(S.dtype)
 
 
