@@ -126,6 +126,19 @@ def test_full_logits_are_held_neither_forward_nor_backward():
     assert largest_array(grads("chunked"), *args) <= B * chunk * V
 
 
+def test_differentiating_the_sum_alone_takes_three_products_and_evaluating_it_one():
+    x, w, targets, mask = make(9, dtype="float32")
+
+    def products(fn, *args) -> int:
+        return str(jax.make_jaxpr(fn)(*args)).count("dot_general[")
+
+    run = lambda x, w: linear_cross_entropy(x, w, targets, mask, implementation="chunked")  # noqa: E731
+    assert products(run, x, w) == 1
+    assert products(jax.grad(run, (0, 1), has_aux=True), x, w) == 3
+    with_tokens = lambda x, w: run(x, w)[0] + jnp.max(run(x, w)[1].token_loss_BT)  # noqa: E731
+    assert products(jax.grad(with_tokens, (0, 1)), x, w) > 3
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("w_spec", [P(), P(None, "tensor")], ids=["replicated head", "vocabulary sharded"])
 def test_sharding_batch_and_vocabulary_changes_nothing(x64, w_spec, implementation):
