@@ -54,9 +54,8 @@ class Tiling:
     def grid(self) -> int:
         if self.blocks is not None:
             return self.blocks
-        if abstract := jax.sharding.get_abstract_mesh().abstract_device:
-            return abstract.num_cores
-        return jax.devices()[0].core_count
+        abstract = jax.sharding.get_abstract_mesh().abstract_device
+        return (abstract.num_cores if abstract else None) or jax.devices()[0].core_count
 
 
 DEFAULT = Tiling()
