@@ -84,7 +84,12 @@ class KDA(nnx.Module):
             )
         else:
             o, cache = self._continue(q, k, v, g, beta, gates, segment_ids, cache)
-        o = gated_rms_norm(o, self.o_norm[...], self._output_gate(x_BTD), self.config.norm_eps)
+        o, _ = batch_island(
+            lambda data, weight: (gated_rms_norm(data[0], weight, data[1], self.config.norm_eps), ()),
+            (o, self._output_gate(x_BTD)),
+            self.o_norm[...],
+            batched=(True, False),
+        )
         return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
 
     def _mix(self, data: tuple, taps: tuple, gates: dict) -> jax.Array:

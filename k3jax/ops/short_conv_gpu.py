@@ -34,12 +34,12 @@ def why_not(u: Array, weight: Array, segment_ids: Array | None) -> str | None:
         return f"u must be [B, T, H, {DIM}], not {u.shape}"
     if u.dtype not in (jnp.float32, jnp.bfloat16):
         return f"u must be float32 or bfloat16, not {u.dtype}"
-    if weight.shape[-1] > HALO:
-        return f"at most {HALO} taps, not {weight.shape[-1]}"
-    if u.shape[1] < ROWS + 2 * HALO:
-        return f"at least {ROWS + 2 * HALO} tokens, not {u.shape[1]}"
-    if segment_ids is not None and (u.shape[1] % 4 or segment_ids.dtype != jnp.int32):
-        return f"with documents, ids are int32 and T a multiple of 4, not {segment_ids.dtype} and {u.shape[1]}"
+    if not 2 <= weight.shape[-1] <= HALO:
+        return f"from 2 to {HALO} taps, not {weight.shape[-1]}"
+    if u.shape[1] < ROWS + 3 * HALO or u.shape[1] % 8:
+        return f"at least {ROWS + 3 * HALO} tokens and a multiple of 8, not {u.shape[1]}"
+    if segment_ids is not None and segment_ids.dtype != jnp.int32:
+        return f"segment_ids must be int32, not {segment_ids.dtype}"
     return why_not_here()
 
 

@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from k3jax.ops import gated_norm_gpu
+from k3jax.ops.mosaic import h200_mesh
 from k3jax.ops.norms import gated_rms_norm
 
 
@@ -20,3 +23,39 @@ def test_gated_norm_and_every_gradient_match_the_definition(x64):
     theirs = jax.grad(lambda *a: jnp.sum(defined(*a) * cotangent), argnums=(0, 1, 2))(x, weight, gate)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def kernel_arguments(dtype, rows=72):
+    rng = np.random.default_rng(0)
+    x, gate, d_y = (jnp.asarray(rng.normal(size=(rows // 2, 2, 128)), dtype) for _ in range(3))
+    return x, 1 + jnp.asarray(rng.normal(size=128) * 0.1, jnp.float32), gate, d_y
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-3)])
+def test_kernels_match_plain_jax(dtype, tolerance):
+    x, weight, gate, d_y = kernel_arguments(dtype)
+    y, vjp = jax.vjp(lambda *a: gated_rms_norm(*a, 1e-5), x, weight, gate)
+    ours = (
+        gated_norm_gpu.forward(x, weight, gate, 1e-5, interpret=True),
+        *gated_norm_gpu.backward(x, weight, gate, 1e-5, d_y, interpret=True),
+    )
+    for a, b in zip(ours, (y, *vjp(d_y)), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+def test_kernels_lower_for_a_gpu():
+    def both(x, weight, gate, d_y):
+        return gated_norm_gpu.forward(x, weight, gate, 1e-5), gated_norm_gpu.backward(x, weight, gate, 1e-5, d_y)
+
+    with jax.sharding.use_abstract_mesh(h200_mesh()):
+        jax.jit(both).trace(*kernel_arguments(jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+
+
+def test_asking_for_the_kernels_where_they_cannot_run_says_why():
+    x, weight, gate, _ = kernel_arguments(jnp.bfloat16)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        gated_rms_norm(x[:-1], weight, gate[:-1], 1e-5, implementation="pallas")
+    with pytest.raises(ValueError, match="NVIDIA GPU"):
+        gated_rms_norm(x, weight, gate, 1e-5, implementation="pallas")

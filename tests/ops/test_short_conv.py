@@ -119,8 +119,8 @@ def test_kernels_lower_for_a_gpu(documents):
 def test_asking_for_the_kernels_where_they_cannot_run_says_why():
     u, weight, ids, _ = kernel_arguments(200, jnp.bfloat16, True)
     for change, message in (
-        ({"u": u[:, :40], "segment_ids": None}, "at least 80 tokens, not 40"),
-        ({"u": u[:, :101], "segment_ids": ids[:, :101]}, "multiple of 4, not int32 and 101"),
+        ({"u": u[:, :40], "segment_ids": None}, "at least 88 tokens and a multiple of 8, not 40"),
+        ({"u": u[:, :101], "segment_ids": ids[:, :101]}, "multiple of 8, not 101"),
         ({"u": u[..., :64], "weight": weight[:, :64]}, "must be"),
         ({}, "NVIDIA GPU"),
     ):
