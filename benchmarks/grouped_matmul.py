@@ -33,7 +33,8 @@ from k3jax.model.mlp import MLP
 from k3jax.model.moe import LatentMoE
 from k3jax.ops.grouped_matmul import ExpertOptions, Tiling, expert_mlp, group_layout, grouped_matmul, mosaic
 from k3jax.ops.grouped_matmul.layout import rows_at
-from k3jax.ops.router import route
+from k3jax.ops.quantile_balancing import qb_histogram
+from k3jax.ops.router import route, router_logits
 from k3jax.ops.situ import situ_glu_backward
 
 BF16 = jnp.bfloat16
@@ -173,6 +174,20 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     def add(name: str, fn: Callable, *args: Any, flops: float = 0, bytes: float = 0) -> None:
         table.add("layer", name, jax.jit(fn), *args, flops=flops, bytes=bytes)
 
+    x, router = random(10, N, 2 * L), random(11, 2 * L, E, dtype=jnp.float32)
+    exact = partial(jnp.einsum, "nd,de->ne", precision=jax.lax.Precision.HIGHEST)
+    for name, fn in (("split", router_logits), ("float32", lambda x, w: exact(x.astype(jnp.float32), w))):
+        add(f"router logits, {name}", fn, x, router, bytes=4 * N * L)
+        both_ways = lambda x, w, d, fn=fn: jax.vjp(fn, x, w)[1](d)  # noqa: E731
+        add(f"router logits backward, {name}", both_ways, x, router, logits, bytes=8 * N * L)
+    histogram = partial(qb_histogram, experts_per_token=K, bins=1000)
+    add(
+        "quantile-balancing histogram",
+        lambda s, b, a: histogram(s, b, alpha_N=a),
+        routing.scores_NE,
+        bias,
+        routing.threshold_N,
+    )
     add("route", pick, logits, bias, positions)
     add("route gradient", jax.grad(lambda l: jnp.sum(pick(l, bias, positions).weights_NK ** 2)), logits)
     add("group_layout", partial(group_layout, num_experts=E, align=8), experts, valid)

@@ -20,7 +20,7 @@ from k3jax.model.mlp import MLP
 from k3jax.ops.grouped_matmul import ExpertOptions, expert_mlp, group_layout, why_not_pallas
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
-from k3jax.ops.router import Routing, route
+from k3jax.ops.router import Routing, route, router_logits
 from k3jax.ops.situ import situ_glu
 from k3jax.sharding import batch_island, batch_sum
 
@@ -64,16 +64,12 @@ class LatentMoE(nnx.Module):
     ) -> tuple[jax.Array, RouterStats]:
         """Routes and mixes `x_BTD` (normed); tokens with `valid_BT` False reach no routed expert and no statistic."""
         dtype, moe = x_BTD.dtype, self.config.moe
-        wide = jnp.promote_types(dtype, jnp.float32)
-        logits = jnp.einsum(
-            "btd,de->bte", x_BTD.astype(wide), self.router[...].astype(wide), precision=jax.lax.Precision.HIGHEST
-        )
         z = x_BTD if moe.latent_size is None else x_BTD @ self.latent_down[...].astype(dtype)
         routed, stats = batch_island(
             lambda tokens, bias, weights: self._routed(tokens, bias, weights, histogram),
-            (z, logits, positions_BT, valid_BT),
+            (x_BTD, z, positions_BT, valid_BT),
             bias_E,
-            tuple(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2)),
+            (self.router[...], *(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2))),
             batched=(True, False, False),
         )
         if moe.latent_size is not None:
@@ -84,11 +80,11 @@ class LatentMoE(nnx.Module):
 
     def _routed(self, tokens: tuple, bias_E, weights: tuple, histogram: bool):
         moe = self.config.moe
-        z_BTL, logits_BTE, positions_BT, valid_BT = tokens
+        (x_BTD, z_BTL, positions_BT, valid_BT), (router_DE, *experts) = tokens, weights
         E, k = moe.num_experts, moe.experts_per_token
         z, valid = z_BTL.reshape(-1, z_BTL.shape[-1]), valid_BT.reshape(-1)
         routing = route(
-            logits_BTE.reshape(-1, E),
+            router_logits(x_BTD.reshape(-1, x_BTD.shape[-1]), router_DE),
             bias_E,
             positions_BT.reshape(-1),
             experts_per_token=k,
@@ -112,9 +108,9 @@ class LatentMoE(nnx.Module):
         stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
         implementation = resolve_moe(self.config)
         if implementation == "dense":
-            out = self._dense(z, routing, valid, weights)
+            out = self._dense(z, routing, valid, experts)
         else:
-            out = self._grouped(z, routing, valid, weights, implementation)
+            out = self._grouped(z, routing, valid, experts, implementation)
         return out.astype(z.dtype).reshape(z_BTL.shape), stats
 
     def _situ(self, gate: jax.Array, up: jax.Array) -> jax.Array:

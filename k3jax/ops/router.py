@@ -3,7 +3,7 @@
 Ties are broken by a rotation of the expert ids that depends on the token's position in its document and on nothing
 else, so that equal scores load all experts equally and neither packing nor sharding changes a choice.
 
-Legend: N tokens, E experts, K picked experts.
+Legend: N tokens, D hidden, E experts, K picked experts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,56 @@ class Routing(NamedTuple):
     weights_NK: jax.Array  # at least float32
     scores_NE: jax.Array  # activated router output, un-biased
     threshold_N: jax.Array  # the (K+1)-th largest biased score, quantile balancing's α
+
+
+def router_logits(x_ND: jax.Array, w_DE: jax.Array) -> jax.Array:
+    """x w in at least float32 → [N, E].
+
+    A float32 product of bfloat16 tokens needs no float32 arithmetic units and no float32 copy of the tokens: a float32
+    matrix is the sum of three bfloat16 ones, whose products with the tokens are exact and summed in float32.
+    """
+    wide = jnp.promote_types(x_ND.dtype, jnp.float32)
+    if x_ND.dtype == jnp.bfloat16 and w_DE.dtype == jnp.float32:
+        return _split_logits(x_ND, w_DE)
+    return jnp.einsum("nd,de->ne", x_ND.astype(wide), w_DE.astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+
+def _thirds(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays whose sum is the float32 `x`."""
+    # not a pair of casts: XLA may take float32 → bfloat16 → float32 for the identity
+    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    middle = jax.lax.reduce_precision(x - high, exponent_bits=8, mantissa_bits=7)
+    return [part.astype(jnp.bfloat16) for part in (high, middle, x - high - middle)]
+
+
+def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _sum_of_thirds(product: jax.Array) -> jax.Array:
+    high, middle, low = jnp.split(product, 3, axis=1)
+    return high + (middle + low)
+
+
+@jax.custom_vjp
+def _split_logits(x_ND: jax.Array, w_DE: jax.Array) -> jax.Array:
+    return _sum_of_thirds(_matmul("nd,de->ne", x_ND, jnp.concatenate(_thirds(w_DE), axis=1)))
+
+
+def _split_logits_fwd(x_ND: jax.Array, w_DE: jax.Array):
+    return _split_logits(x_ND, w_DE), (x_ND, w_DE)
+
+
+def _split_logits_bwd(residuals, d_NE: jax.Array):
+    x_ND, w_DE = residuals
+    (high, middle, low), (w_high, w_middle, _) = _thirds(d_NE), _thirds(w_DE)
+    dw = _sum_of_thirds(_matmul("nd,ne->de", x_ND, jnp.concatenate([high, middle, low], axis=1)))
+    # to 16 bits of 24: the result is rounded to bfloat16
+    d, w = jnp.concatenate([high, high, middle], axis=1), jnp.concatenate([w_high, w_middle, w_high], axis=1)
+    return _matmul("ne,de->nd", d, w).astype(x_ND.dtype), dw
+
+
+_split_logits.defvjp(_split_logits_fwd, _split_logits_bwd)
 
 
 def _rotated_top_k(scores_NE: jax.Array, k: int, shift_N: jax.Array) -> tuple[jax.Array, jax.Array]:
