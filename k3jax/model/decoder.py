@@ -1,8 +1,8 @@
 """One decoder layer, and the scans that run stacks of them block by block.
 
 The state between layers is (partial, bank): the running sum of the current AttnRes block's sublayer outputs, and the
-block sources so far. A block first pushes the incoming partial into the bank, answers all its pseudo-queries in one
-read of the bank, then runs its layers, each merging the growing partial.
+block sources so far, a tuple of arrays. A block first pushes the incoming partial into the bank, takes the logits of
+all its pseudo-queries against it in one pass, then runs its layers, each mixing the bank with the growing partial.
 
 Legend: N blocks (bank rows), B batch, T time, D hidden, E experts, H heads.
 """
@@ -26,10 +26,11 @@ from k3jax.model.mla import MLA
 from k3jax.model.mlp import MLP
 from k3jax.model.moe import LatentMoE
 from k3jax.model.plan import Repeat, SegmentPlan
-from k3jax.ops.attn_res import BankRead, depth_weights, merge, read_bank
+from k3jax.ops.attn_res import BankRead, mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
 
 Tree = Any
+Bank = tuple[jax.Array, ...]
 
 
 class DecoderLayer(nnx.Module):
@@ -73,7 +74,7 @@ class Options:
 class LayerInput:
     """Per-layer inputs of a scan besides the parameters."""
 
-    reads: BankRead | None  # two of them on the first axis: attention, feed-forward
+    reads: tuple[BankRead, BankRead] | None  # of attention and feed-forward
     first: jax.Array  # bool: first layer of its block, whose partial is still empty
     router_bias: jax.Array  # [E]; [0] for a dense layer
     cache: Tree
@@ -83,21 +84,16 @@ def _remat(fn: Callable, options: Options, level: Remat) -> Callable:
     return jax.checkpoint(fn, prevent_cse=False) if options.remat == level else fn
 
 
-def _mix(config: ModelConfig, options: Options, query: AttnResQuery, partial_BTD, read: BankRead, include):
-    """The input of a sublayer, and its depth-attention weights when asked for."""
-    with jax.named_scope("attn_res"):
-        mixed, logit = merge(read, partial_BTD, query.query(), config.norm_eps, include)
-    return mixed, depth_weights(read.logits, logit) if options.depth else None
-
-
-def _attention_half(layer: DecoderLayer, partial_BTD, inputs: LayerInput, tokens: Tokens, options: Options):
+def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
     config, out = layer.config, {}
     if inputs.reads is None:
-        h = partial_BTD
+        x = rms_norm(partial_BTD, layer.input_norm[...], config.norm_eps)
     else:
-        read = jax.tree.map(lambda a: a[0], inputs.reads)
-        h, out["depth"] = _mix(config, options, layer.attn_res, partial_BTD, read, ~inputs.first)
-    x = rms_norm(h, layer.input_norm[...], config.norm_eps)
+        with jax.named_scope("attn_res"):
+            query, norm = layer.attn_res.query(), layer.input_norm[...]
+            x, out["depth"], partial_BTD = mix_norm(
+                bank, inputs.reads[0], partial_BTD, query, norm, config.norm_eps, ~inputs.first
+            )
     if isinstance(layer.mixer, KDA):
         a, out["cache"] = layer.mixer(x, tokens.segment_ids, inputs.cache)
     else:
@@ -105,14 +101,14 @@ def _attention_half(layer: DecoderLayer, partial_BTD, inputs: LayerInput, tokens
     return partial_BTD + a, out
 
 
-def _ffn_half(layer: DecoderLayer, partial_BTD, inputs: LayerInput, tokens: Tokens, options: Options):
+def _ffn_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
     config, out = layer.config, {}
     if inputs.reads is None:
-        h = partial_BTD
+        x = rms_norm(partial_BTD, layer.post_norm[...], config.norm_eps)
     else:
-        read = jax.tree.map(lambda a: a[1], inputs.reads)
-        h, out["depth"] = _mix(config, options, layer.mlp_res, partial_BTD, read, True)
-    x = rms_norm(h, layer.post_norm[...], config.norm_eps)
+        with jax.named_scope("attn_res"):
+            query, norm = layer.mlp_res.query(), layer.post_norm[...]
+            x, out["depth"], partial_BTD = mix_norm(bank, inputs.reads[1], partial_BTD, query, norm, config.norm_eps)
     if isinstance(layer.ffn, MLP):
         f = layer.ffn(x)
     else:
@@ -120,17 +116,19 @@ def _ffn_half(layer: DecoderLayer, partial_BTD, inputs: LayerInput, tokens: Toke
     return partial_BTD + f, out
 
 
-def _layer(layer: DecoderLayer, partial_BTD, inputs: LayerInput, tokens: Tokens, options: Options):
+def _layer(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
     """One decoder layer → new partial and {cache, max_logit, router, depth [2, N + 1, B, T]}."""
     attention = _remat(partial(_attention_half, options=options), options, "sublayer")
     ffn = _remat(partial(_ffn_half, options=options), options, "sublayer")
     with jax.named_scope(layer.spec.mixer):
-        partial_BTD, first = attention(layer, partial_BTD, inputs, tokens)
+        partial_BTD, first = attention(layer, partial_BTD, bank, inputs, tokens)
     with jax.named_scope(layer.spec.ffn):
-        partial_BTD, second = ffn(layer, partial_BTD, inputs, tokens)
+        partial_BTD, second = ffn(layer, partial_BTD, bank, inputs, tokens)
     out = {**second, **first}
-    if options.depth and inputs.reads is not None:
-        out["depth"] = jnp.stack([first["depth"], second["depth"]])
+    if inputs.reads is not None:
+        del out["depth"]
+        if options.depth:
+            out["depth"] = jnp.stack([first["depth"], second["depth"]])
     return partial_BTD, out
 
 
@@ -142,67 +140,58 @@ def _scan(body: Callable, carry: Tree, xs: Tree, length: int) -> tuple[Tree, Tre
     return carry, jax.tree.map(lambda a: a[None], y)
 
 
-def _block_queries(repeats: tuple[Repeat, ...], runs: list[DecoderLayer]) -> jax.Array:
-    """γ ⊙ w of a block's sublayers in layer order, [layers, 2, D]. Leaves of `runs` lead with (repeat, place)."""
-    parts, i = [], 0
-    for repeat in repeats:
-        unit = []
-        for run in runs[i : i + len(repeat.runs)]:
-            unit.append(jnp.stack([run.attn_res.query(), run.mlp_res.query()], axis=2))
-        i += len(repeat.runs)
-        joined = jnp.concatenate(unit, axis=1)
-        parts.append(joined.reshape(-1, *joined.shape[2:]))
-    return jnp.concatenate(parts)
-
-
-def _run_repeat(repeat: Repeat, runs: list[DecoderLayer], partial_BTD, per_layer: tuple, tokens, options: Options):
-    """Scans one repeat. `per_layer` = (reads, first, [router_bias per run], [cache per run]), leading axis repeat."""
-    reads, first, biases, caches = per_layer
+def _run_repeat(
+    repeat: Repeat, runs: list[DecoderLayer], partial_BTD, bank: Bank, per_layer: tuple, tokens, options: Options
+):
+    """Scans one repeat. `per_layer` = (first, [reads per run], [router_bias per run], [cache per run]), leading axis
+    repeat."""
 
     def unit_body(carry, xs):
-        runs, reads, first, biases, caches = xs
+        runs, first, reads, biases, caches = xs
         outs, start = [], 0
-        for run, plan, bias, cache in zip(runs, repeat.runs, biases, caches):
-            places = slice(start, start + plan.count)
-            inputs = LayerInput(jax.tree.map(lambda a, p=places: a[p], reads), first[places], bias, cache)
+        for run, plan, read, bias, cache in zip(runs, repeat.runs, reads, biases, caches):
+            inputs = LayerInput(read, first[start : start + plan.count], bias, cache)
             layer_body = _remat(partial(_layer, options=options), options, "layer")
-            carry, out = _scan(lambda c, x, f=layer_body: f(x[0], c, x[1], tokens), carry, (run, inputs), plan.count)
+            carry, out = _scan(
+                lambda c, x, f=layer_body: f(x[0], c, bank, x[1], tokens), carry, (run, inputs), plan.count
+            )
             outs.append(out)
             start += plan.count
         return carry, outs
 
-    return _scan(unit_body, partial_BTD, (runs, reads, first, biases, caches), repeat.count)
+    return _scan(unit_body, partial_BTD, (runs, *per_layer), repeat.count)
 
 
 def _run_block(
-    plan: SegmentPlan, options: Options, config: ModelConfig, state: tuple, block: tuple, tokens: Tokens
+    plan: SegmentPlan, options: Options, config: ModelConfig, earlier: Bank, state: tuple, block: tuple, tokens: Tokens
 ) -> tuple[tuple, list]:
-    """One AttnRes block → (partial, bank) and a list of per-run outputs whose leaves lead with (repeat, place)."""
-    partial_BTD, bank_NBTD = state
+    """One AttnRes block → (partial, bank) and a list of per-run outputs whose leaves lead with (repeat, place).
+
+    `earlier` are the bank rows that stand before the segment; those of `state` are its own.
+    """
+    partial_BTD, own = state
     index, runs, biases, caches = block
-    reads = None
+    reads, bank = [None] * len(runs), earlier
     if config.attn_res_block_size is not None:
-        bank_NBTD = jax.lax.dynamic_update_index_in_dim(bank_NBTD, partial_BTD, index, 0)
-        rows = plan.first_block + plan.num_blocks
-        valid = None if plan.num_blocks == 1 else jnp.arange(rows) <= index
-        queries = _block_queries(plan.repeats, runs)
+        own = tuple(jnp.where(index == i, partial_BTD, row) for i, row in enumerate(own))
+        bank = (*earlier, *own)
+        valid = None if plan.num_blocks == 1 else jnp.arange(len(bank)) <= len(earlier) + index
+        queries = [query.query() for run in runs for query in (run.attn_res, run.mlp_res)]
         with jax.named_scope("attn_res"):
-            flat = read_bank(bank_NBTD[:rows], queries.reshape(-1, queries.shape[-1]), config.norm_eps, valid)
-        reads = jax.tree.map(lambda a: a.reshape(-1, 2, *a.shape[1:]), flat)
+            flat = read_bank(bank, queries, config.norm_eps, valid)
+        reads = list(zip(flat[::2], flat[1::2]))
+        # its gradient comes through the reads; without this the scans would carry and add zeros of its size
+        bank = jax.lax.stop_gradient(bank)
         partial_BTD = jnp.zeros_like(partial_BTD)
     outs, i, start = [], 0, 0
     for repeat in plan.repeats:
         n, stop = len(repeat.runs), start + repeat.count * repeat.unit
-
-        def split(a: jax.Array, start=start, stop=stop, repeat=repeat) -> jax.Array:
-            return a[start:stop].reshape(repeat.count, repeat.unit, *a.shape[1:])
-
-        first = split(jnp.arange(plan.block_layers) == 0)
-        per_layer = (jax.tree.map(split, reads), first, biases[i : i + n], caches[i : i + n])
-        partial_BTD, out = _run_repeat(repeat, runs[i : i + n], partial_BTD, per_layer, tokens, options)
+        first = (jnp.arange(start, stop) == 0).reshape(repeat.count, repeat.unit)
+        per_layer = (first, reads[i : i + n], biases[i : i + n], caches[i : i + n])
+        partial_BTD, out = _run_repeat(repeat, runs[i : i + n], partial_BTD, bank, per_layer, tokens, options)
         outs += out
         i, start = i + n, stop
-    return (partial_BTD, bank_NBTD), outs
+    return (partial_BTD, own), outs
 
 
 def run_segment(
@@ -210,16 +199,16 @@ def run_segment(
     config: ModelConfig,
     options: Options,
     runs: list[DecoderLayer],
-    state: tuple[jax.Array, jax.Array],
+    state: tuple[jax.Array, Bank],
     tokens: Tokens,
     router_bias: list[jax.Array],
     caches: list[Tree],
-) -> tuple[tuple[jax.Array, jax.Array], list[Tree]]:
+) -> tuple[tuple[jax.Array, Bank], list[Tree]]:
     """Runs a segment of equal blocks.
 
     Args:
         runs: stacked layers, one per run of the plan, leading axis = layers of the run in layer order.
-        state: (partial [B, T, D], bank [N, B, T, D]).
+        state: (partial [B, T, D], the bank rows pushed so far).
         router_bias: [layers, E] (or [layers, 0]) per run.
         caches: per run, leaves with the same leading axis; None trees without a cache.
 
@@ -234,7 +223,11 @@ def run_segment(
     def spread(trees: list) -> list:
         return [unflatten(tree, count) for tree, count in zip(trees, counts)]
 
-    xs = (plan.first_block + jnp.arange(plan.num_blocks), spread(runs), spread(router_bias), spread(caches))
+    partial_BTD, earlier = state
+    # a row that is not pushed yet needs finite values: it is read with weight 0
+    own = (partial_BTD,) * (plan.num_blocks if config.attn_res_block_size is not None else 0)
+    xs = (jnp.arange(plan.num_blocks), spread(runs), spread(router_bias), spread(caches))
     body = _remat(partial(_run_block, plan, options, config), options, "block")
-    state, outs = _scan(lambda s, x: body(s, x, tokens), state, xs, plan.num_blocks)
-    return state, jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1] * a.shape[2], *a.shape[3:]), outs)
+    (partial_BTD, own), outs = _scan(lambda s, x: body(earlier, s, x, tokens), (partial_BTD, own), xs, plan.num_blocks)
+    outs = jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1] * a.shape[2], *a.shape[3:]), outs)
+    return (partial_BTD, (*earlier, *own)), outs

@@ -33,7 +33,7 @@ from k3jax.model.decoder import DecoderLayer, Options, Tokens, run_segment
 from k3jax.model.kda import kda_cache
 from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
-from k3jax.ops.attn_res import depth_weights, merge, read_bank
+from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
 from k3jax.sharding import embed_lookup
 
@@ -139,29 +139,31 @@ class K3(nnx.Module):
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
         tokens = _describe(tokens_BT, segment_ids, cache)
-        state = (x, jnp.stack([x] * config.num_blocks))  # rows not pushed yet are masked
+        state = (x, ())
         outs: list[list[Any]] = []
         for i, (plan, segment) in enumerate(zip(plans, self.segments)):
             bias = [_run_bias(config, router_bias, numbers, spec.ffn) for spec, numbers in plan.run_layers()]
             caches = cache.segments[i] if cache is not None else [None] * len(bias)
             state, out = run_segment(plan, config, options, list(segment.runs), state, tokens, bias, caches)
             outs.append(out)
-        x, output_depth = self._output_mix(*state, options)
+        x, output_depth = self._output(*state, options)
         aux = _collect(config, plans, outs, output_depth)
         if cache is not None:
             updated = [[run["cache"] for run in segment] for segment in outs]
             length = cache.length + tokens_BT.shape[1]
             aux = replace(aux, cache=Cache(updated, length, tokens.positions[:, -1] + 1))
-        return rms_norm(x, self.final_norm[...], config.norm_eps), aux
+        return x, aux
 
-    def _output_mix(self, partial_BTD, bank_NBTD, options: Options) -> tuple[jax.Array, jax.Array | None]:
-        config = self.config
+    def _output(self, partial_BTD, bank: tuple[jax.Array, ...], options: Options):
+        """The last mix and the final norm, and the mix's depth-attention weights when asked for."""
+        config, norm = self.config, self.final_norm[...]
         if config.attn_res_block_size is None:
-            return partial_BTD, None
+            return rms_norm(partial_BTD, norm, config.norm_eps), None
         query = self.output_res.query()
-        read = jax.tree.map(lambda a: a[0], read_bank(bank_NBTD, query[None], config.norm_eps))
-        mixed, logit = merge(read, partial_BTD, query, config.norm_eps)
-        return mixed, depth_weights(read.logits, logit) if options.depth else None
+        with jax.named_scope("attn_res"):
+            (read,) = read_bank(bank, [query], config.norm_eps)
+            x, weights, _ = mix_norm(bank, read, partial_BTD, query, norm, config.norm_eps)
+        return x, weights if options.depth else None
 
     def layer(self, number: int) -> DecoderLayer:
         """The parameters of one decoder layer by its 0-based number.

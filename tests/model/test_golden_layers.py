@@ -11,7 +11,7 @@ from k3jax.model.kda import KDA
 from k3jax.model.mla import MLA
 from k3jax.model.mlp import MLP
 from k3jax.model.moe import LatentMoE
-from k3jax.ops.attn_res import attn_res, merge, read_bank
+from k3jax.ops.attn_res import attn_res, mix, read_bank
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.router import route
 from k3jax.ops.situ import situ_glu
@@ -89,17 +89,16 @@ def test_attention_residuals_match_golden(golden, case):
 
     def two_phase(bank, prefix, norm, proj):
         query = norm * proj
-        read = jax.tree.map(lambda a: a[0], read_bank(bank, query[None], spec["eps"]))
-        mixed, _ = merge(read, prefix, query, spec["eps"])
-        return jnp.sum(mixed * w), (mixed, None)
+        (read,) = read_bank(bank, [query], spec["eps"])
+        mixed, weights = mix(bank, read, prefix, query, spec["eps"])
+        return jnp.sum(mixed * w), (mixed, weights)
 
     for fn in (direct, two_phase) if spec["prior_blocks"] else (direct,):
         (_, (mixed, weights)), grads = jax.value_and_grad(fn, argnums=(0, 1, 2, 3), has_aux=True)(
             bank, prefix, norm, proj
         )
         assert relmax(mixed[0], data["out.mixed"]) <= 1e-5
-        if weights is not None:
-            assert relmax(weights[:, 0].T, data["mid.probs"]) <= 1e-5
+        assert relmax(weights[:, 0].T, data["mid.probs"]) <= 1e-5
         if not spec["prior_blocks"]:
             continue
         assert relmax(grads[0][:, 0].transpose(1, 0, 2), data["grad.block_residual"]) <= 1e-4

@@ -13,7 +13,6 @@ from helpers import flat_arrays, micro, relmax
 from k3jax.config import MeshConfig
 from k3jax.model.k3 import K3, init_cache
 from k3jax.model.mla import MLA, mla_cache
-from k3jax.ops.attn_res import attn_res, merge, read_bank
 from k3jax.ops.router import route
 from k3jax.sharding import make_mesh, shardings
 
@@ -111,33 +110,6 @@ def test_later_tokens_do_not_change_earlier_logits():
     a, b = jitted()(model, tokens, None, bias), jitted()(model, changed, None, bias)
     assert relmax(a[:, :25], b[:, :25]) <= 1e-5
     assert relmax(a[:, 25:], b[:, 25:]) > 1e-3
-
-
-def test_attention_residuals_leave_the_prefix_bitwise_unchanged():
-    key = jax.random.split(jax.random.key(0), 4)
-    bank, partial = jax.random.normal(key[0], (3, 2, 20, 32)), jax.random.normal(key[1], (2, 20, 32))
-    queries = jax.random.normal(key[2], (4, 32))
-    noise = jax.random.normal(key[3], (2, 20, 32)).at[:, :11].set(0)
-
-    @jax.jit
-    def mixes(bank, partial):
-        read = read_bank(bank, queries, 1e-5)
-        return [merge(jax.tree.map(lambda a, i=i: a[i], read), partial, queries[i], 1e-5)[0] for i in range(4)]
-
-    for a, b in zip(mixes(bank, partial), mixes(bank + noise, partial + noise)):
-        np.testing.assert_array_equal(a[:, :11], b[:, :11])
-
-
-def test_zero_queries_average_the_sources_and_two_phases_equal_one(x64):
-    key = jax.random.split(jax.random.key(0), 3)
-    bank = jax.random.normal(key[0], (3, 2, 5, 8), jnp.float64)
-    partial, query = jax.random.normal(key[1], (2, 5, 8)), jax.random.normal(key[2], (8,))
-    mixed, _ = attn_res(bank, partial, jnp.zeros(8), 1e-5)
-    np.testing.assert_allclose(mixed, (bank.sum(0) + partial) / 4, rtol=1e-14)
-    read = jax.tree.map(lambda a: a[0], read_bank(bank, query[None], 1e-5))
-    assert relmax(merge(read, partial, query, 1e-5)[0], attn_res(bank, partial, query, 1e-5)[0]) <= 1e-14
-    only_bank = merge(read, partial, query, 1e-5, include=False)[0]
-    assert relmax(only_bank, attn_res(bank, None, query, 1e-5)[0]) <= 1e-14
 
 
 def test_adding_a_constant_to_every_router_bias_changes_nothing():
