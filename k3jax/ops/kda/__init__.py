@@ -14,19 +14,26 @@ from jax.typing import ArrayLike
 from .chunkwise import kda_chunkwise
 from .gates import Activation, Gate, activate
 from .intra import TILE
+from .pallas import kda_pallas, unavailable, unsupported
 from .reference import kda_reference, recurrence_step
 
 __all__ = ["Implementation", "kda", "kda_step", "resolve_implementation"]
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas", "pallas_interpret"]
 
 
-def resolve_implementation(implementation: Implementation | None = None) -> Implementation:
-    """The implementation that runs when `implementation` is asked for; None means the fastest, "xla"."""
+def resolve_implementation(implementation: Implementation | None, why_not_pallas: str | None) -> Implementation:
+    """The implementation that runs when `implementation` is asked for: None is "pallas" where it can run, else "xla".
+
+    Raises:
+      ValueError: the name is unknown, or the kernels were named and cannot run because of `why_not_pallas`.
+    """
     if implementation is None:
-        return "xla"
+        return "xla" if why_not_pallas else "pallas"
     if implementation not in get_args(Implementation):
         raise ValueError(f"kda: unknown implementation {implementation!r}; there are {get_args(Implementation)}")
+    if implementation.startswith("pallas") and why_not_pallas:
+        raise ValueError(f"kda: implementation={implementation!r} cannot run here: {why_not_pallas}")
     return implementation
 
 
@@ -72,7 +79,9 @@ def kda(
         being tokens cu_seqlens[s] to cu_seqlens[s + 1]; length 0 is allowed. Tokens past the last one are padding.
       return_final_state: also return the state after the last real token of each row (of each sequence).
       chunk_size: tokens per chunk of the chunkwise form, a multiple of 16. Changes speed, not results.
-      implementation: "reference" (token by token), "xla" (chunkwise); None is `resolve_implementation()`.
+      implementation: "reference" (token by token), "xla" (chunkwise), "pallas" (kernels for Hopper GPUs: bfloat16 q, k
+        and v, K = V = 64 or 128, beta as a logit; their chunks are of 64 tokens), "pallas_interpret" (the same kernels
+        run by Pallas's interpreter, on any device, for tests). None is "pallas" where it can run, else "xla".
 
     Returns:
       o [B, T, H, V] in the dtype of v; with `return_final_state`, (o, state [B or S, H, K, V] in at least float32).
@@ -80,11 +89,13 @@ def kda(
       and v are all bfloat16, and accumulate in float32.
 
     Raises:
-      ValueError: an argument has the wrong shape or value, or arguments exclude each other.
+      ValueError: an argument has the wrong shape or value, arguments exclude each other, or the named implementation
+        cannot run them here.
     """
-    chosen = resolve_implementation(implementation)
     _check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, "BTHKV")
     how = _activation(gate, lower_bound, beta_is_logit, qk_l2norm, scale, q.shape[-1])
+    why_not = unsupported if implementation == "pallas_interpret" else unavailable
+    chosen = resolve_implementation(implementation, why_not(q, k, v, g, how))
     rows = q.shape[0]
     if cu_seqlens is not None:
         cu_seqlens = jnp.asarray(cu_seqlens)
@@ -97,7 +108,12 @@ def kda(
     if chunk_size < TILE or chunk_size % TILE:
         raise ValueError(f"kda: chunk_size must be a positive multiple of {TILE}, not {chunk_size}")
     args = (q, k, v, g, beta, A_log, dt_bias, initial_state, segment_ids, cu_seqlens, how)
-    o, state = kda_reference(*args) if chosen == "reference" else kda_chunkwise(*args, chunk_size)
+    if chosen == "reference":
+        o, state = kda_reference(*args)
+    elif chosen == "xla":
+        o, state = kda_chunkwise(*args, chunk_size)
+    else:
+        o, state = kda_pallas(*args, interpret=chosen == "pallas_interpret")
     return (o, state) if return_final_state else o
 
 

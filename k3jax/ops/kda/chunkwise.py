@@ -211,7 +211,7 @@ def _matmul_dtype(raw: Raw) -> DTypeLike:
     return inputs if inputs == jnp.bfloat16 else compute_dtype(raw.q, raw.k, raw.v, raw.g, raw.beta)
 
 
-def _same_varying(raw: Raw) -> Raw:
+def same_varying(raw: Raw) -> Raw:
     """Under `shard_map`, mark every input as varying over the mesh axes that any of them varies over.
 
     An input that all devices share gets its gradient summed over them here, outside the custom backward pass.
@@ -255,4 +255,4 @@ def kda_chunkwise(
     # Adding what depends on no value gives the carry its shape, its sharding and its varying axes.
     outer = jnp.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None, :], dtype=compute_dtype(q, k, v, g, beta))
     raw = Raw(q, k, v, g, beta, A_log, dt_bias, initial_state.astype(outer.dtype) + outer)
-    return _kda(_same_varying(raw), layout, how, chunk)
+    return _kda(same_varying(raw), layout, how, chunk)
