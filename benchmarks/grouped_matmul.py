@@ -230,12 +230,15 @@ def whole_layer(table: Table, B: int, T: int, config: Any, names: tuple[str, ...
         def forward(params, x, graph=graph):
             return nnx.merge(graph, params)(x, positions, valid, bias, False)[0]
 
-        def both(params, x, d_out, forward=forward):
-            y, pullback = jax.vjp(jax.checkpoint(forward), params, x)
+        def both(params, x, d_out, forward=forward, keep=()):
+            policy = jax.checkpoint_policies.save_only_these_names(*keep)
+            y, pullback = jax.vjp(jax.checkpoint(forward, policy=policy), params, x)
             return y, *pullback(d_out)
 
         table.add("layer", f"LatentMoE forward, {name}", jax.jit(forward), params, x)
         table.add("layer", f"LatentMoE forward, backward, remat, {name}", jax.jit(both), params, x, d_out)
+        keeping = jax.jit(partial(both, keep=("experts",)))
+        table.add("layer", f"LatentMoE same, experts' sum kept, {name}", keeping, params, x, d_out)
     mlp_graph, mlp_params = nnx.split(MLP(config, config.moe.num_shared_experts * config.moe.expert_size, key))
 
     def shared(params, x, d_out):

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
@@ -72,6 +73,8 @@ class LatentMoE(nnx.Module):
             (self.router[...], *(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2))),
             batched=(True, False, False),
         )
+        # a rematerialisation that keeps this name repeats no product of the experts but the first
+        routed = checkpoint_name(routed, "experts")
         if moe.latent_size is not None:
             if moe.latent_norm:
                 routed = rms_norm(routed, self.latent_norm[...], self.config.norm_eps)
