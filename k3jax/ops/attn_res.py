@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from k3jax.ops import attn_res_pallas, mosaic
 from k3jax.ops.common import sharding_of, vary_alike, wide
@@ -242,9 +243,12 @@ _mix.defvjp(_mix_fwd, _mix_bwd)
 
 def why_not_pallas(rows: Rows | jax.Array, partial_BTD: jax.Array) -> str | None:
     """Why "pallas" cannot run on these arrays and the default device; None if it can."""
-    if sharding_of(partial_BTD) is not None and jax.typeof(partial_BTD).sharding.mesh.size > 1:
-        return "it does not run on sharded arrays"
-    return attn_res_pallas.why_not(tuple(rows), partial_BTD) or mosaic.why_not_here()
+    shape, sharding = partial_BTD.shape, sharding_of(partial_BTD)
+    if sharding is not None:
+        if sharding.spec[2:] not in ((), (None,)):
+            return f"the hidden axis must not be sharded, but it is, on {sharding.spec[2]!r}"
+        shape = sharding.shard_shape(shape)
+    return attn_res_pallas.why_not(shape, *(a.dtype for a in (partial_BTD, *rows))) or mosaic.why_not_here()
 
 
 def mix_norm(
@@ -299,24 +303,45 @@ def _mix_norm_fwd(rows, read, partial_BTD, query_D, norm_D, include, eps):
 def _mix_norm_bwd(eps, residuals, cotangents):
     rows, logits, partial_BTD, query_D, include, norm_D = residuals
     d_out_BTD, _, d_partial_BTD = cotangents
-    B, T, D = partial_BTD.shape
-    flat = lambda x: x.reshape(B * T, D)  # noqa: E731
     bias = jnp.where(include, 0.0, -jnp.inf).astype(jnp.float32).reshape(1)
-    grads = attn_res_pallas.mix_norm_backward(
-        tuple(map(flat, rows)),
-        flat(partial_BTD),
-        flat(d_out_BTD),
-        flat(d_partial_BTD),
-        logits.reshape(-1, B * T),
-        query_D,
-        norm_D,
-        bias,
-        eps,
-    )
-    d_read = BankRead(
-        grads.logits_NM.reshape(logits.shape), grads.weights_NM.reshape(logits.shape), grads.mix_MD.reshape(B, T, D)
-    )
-    return None, d_read, grads.partial_MD.reshape(B, T, D), grads.query_D, grads.norm_D.astype(norm_D.dtype), None
+    arrays = (rows, partial_BTD, d_out_BTD, d_partial_BTD, logits, query_D, norm_D, bias)
+    run, sharding = bind(_kernel, eps=eps), sharding_of(partial_BTD)
+    grads = run(*arrays) if sharding is None else _on_shards(run, sharding.spec, arrays)
+    *d_read, d_partial, d_query, d_norm = grads
+    return None, BankRead(*d_read), d_partial, d_query, d_norm.astype(norm_D.dtype), None
+
+
+def _kernel(rows, partial_BTD, d_out_BTD, d_partial_BTD, logits_NBT, query_D, norm_D, bias, *, eps):
+    D = partial_BTD.shape[-1]
+    flat_rows = tuple(a.reshape(-1, D) for a in rows)
+    p, d_out, d_p = (a.reshape(-1, D) for a in (partial_BTD, d_out_BTD, d_partial_BTD))
+    logits = logits_NBT.reshape(len(rows), -1)
+    grads = attn_res_pallas.mix_norm_backward(flat_rows, p, d_out, d_p, logits, query_D, norm_D, bias, eps)
+    d_mix, d_partial = (a.reshape(partial_BTD.shape) for a in (grads.mix_MD, grads.partial_MD))
+    d_logits, weights = (a.reshape(logits_NBT.shape) for a in (grads.logits_NM, grads.weights_NM))
+    return d_logits, weights, d_mix, d_partial, grads.query_D, grads.norm_D
+
+
+def _on_shards(run, spec: P, arrays: tuple):
+    """`run` on each device's tokens; the gradients of the two vectors are summed over the devices."""
+    batch, time = (*spec, None, None)[:2]
+    rows, sources = P(batch, time, None), P(None, batch, time)
+    axes = [name for part in (batch, time) if part for name in (part if isinstance(part, tuple) else (part,))]
+
+    def local(*arrays):
+        *tokens, d_query, d_norm = run(*arrays)
+        return *tokens, *jax.lax.psum((d_query, d_norm), axes)
+
+    *tokens, query_D, norm_D, bias = arrays
+    vectors = [jax.sharding.reshard(a, P()) for a in (query_D, norm_D, bias)]
+    *tokens, d_query, d_norm = jax.shard_map(
+        local,
+        in_specs=(rows, rows, rows, rows, sources, P(), P(), P()),
+        out_specs=(sources, sources, rows, rows, P(), P()),
+        check_vma=False,
+    )(*tokens, *vectors)
+    back = [jax.sharding.reshard(d, jax.typeof(a).sharding.spec) for d, a in ((d_query, query_D), (d_norm, norm_D))]
+    return *tokens, *back
 
 
 _mix_norm.defvjp(_mix_norm_fwd, _mix_norm_bwd)

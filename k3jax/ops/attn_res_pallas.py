@@ -9,6 +9,7 @@ Legend: N bank rows, M tokens, D hidden, C thread blocks, R tokens at once in on
 
 from __future__ import annotations
 
+import math
 from functools import partial as bind
 from typing import Any, NamedTuple
 
@@ -38,14 +39,15 @@ class MixGrads(NamedTuple):
     norm_D: jax.Array
 
 
-def why_not(rows: tuple[jax.Array, ...], partial: jax.Array) -> str | None:
-    """Why the kernel does not take these arrays; None if it does."""
-    D, tokens = partial.shape[-1], partial.size // partial.shape[-1]
-    if any(a.dtype != jnp.bfloat16 for a in (*rows, partial)):
-        return f"sources must be bfloat16, not {partial.dtype}"
+def why_not(shape: tuple[int, ...], *dtypes: Any) -> str | None:
+    """Why the kernel does not take sources [..., D] of these dtypes; None if it does."""
+    D, tokens = shape[-1], math.prod(shape[:-1])
+    wrong = [str(dtype) for dtype in dtypes if dtype != jnp.bfloat16]
+    if wrong:
+        return f"sources must be bfloat16, not {wrong[0]}"
     if D % _SPAN or D > MAX_WIDTH:
         return f"the hidden size must be a multiple of {_SPAN} up to {MAX_WIDTH}, not {D}"
-    return f"the number of tokens must be a multiple of {R}, not {tokens}" if tokens % R else None
+    return f"the tokens of a device must be a multiple of {R}, not {tokens}" if tokens % R else None
 
 
 def mix_norm_backward(

@@ -1,12 +1,15 @@
 """`k3jax.ops.attn_res`: the arrangement that shares one pass over the bank, against the direct softmax."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relmax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from k3jax.ops import attn_res_pallas
 from k3jax.ops.attn_res import BankRead, attn_res, mix, mix_norm, query_read, read_bank
@@ -179,3 +182,28 @@ def test_the_kernel_is_refused_with_the_reason_where_it_cannot_run():
     for name, reason in (("pallas", "must be bfloat16"), ("triton", "unknown implementation")):
         with pytest.raises(ValueError, match=reason):
             mix_norm(*args, implementation=name)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "context")], ids=["batch", "batch and sequence"])
+def test_the_backward_kernel_on_shards_of_the_tokens_changes_nothing(monkeypatch, spec):
+    monkeypatch.setattr("k3jax.ops.mosaic.why_not_here", lambda: None)
+    kernel = partial(attn_res_pallas.mix_norm_backward, interpret=True)
+    monkeypatch.setattr("k3jax.ops.attn_res_pallas.mix_norm_backward", kernel)
+    bank, partials, queries, weights = make(N=2, Q=1, T=8, D=256, dtype="bfloat16")
+
+    def grads(bank, partial, query, weight):
+        def loss(bank, partial, query, norm):
+            (read,) = read_bank(bank, [query], EPS)
+            x, _, partial = mix_norm(bank, read, partial, query, norm, EPS, implementation="pallas")
+            return jnp.sum(wide(x) * weight) + jnp.sum(wide(partial) * weight[::-1])
+
+        return jax.grad(loss, (0, 1, 2, 3))(bank, partial, query, 1 + query)
+
+    args = (tuple(bank), partials[0], 0.1 * queries[0], weights[0])
+    want = jax.jit(grads)(*args)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)):
+        place = lambda a: jax.device_put(a, spec)  # noqa: E731
+        query = jax.device_put(args[2], P())
+        got = jax.jit(grads)(tuple(map(place, args[0])), place(args[1]), query, place(args[3]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relmax(a, b) <= 1e-5
