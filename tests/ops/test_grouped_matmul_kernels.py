@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.ops.grouped_matmul import Tiling, grouped_matmul, mosaic, why_not_pallas
+from k3jax.ops.grouped_matmul import Tiling, grouped_matmul, mosaic, ragged, why_not_pallas
+from k3jax.ops.grouped_matmul.glu import Glu, glu_gradient
 from k3jax.ops.mosaic import h200_mesh
-from k3jax.ops.situ import situ_glu
+from k3jax.ops.situ import situ_glu, situ_glu_backward
 
 D, F = 128, 128
 INTERPRET = Tiling(columns=128, stages=2, blocks=2, interpret=True)
@@ -118,7 +119,7 @@ def test_parts_of_an_operand_equal_their_concatenation():
     sizes, rows = np.asarray([13, 0, 60], np.int32), 80
     x, w, dy = make(5, sizes, rows)
     other, w13 = make(6, sizes, rows)[2], jnp.concatenate([w, w[::-1]], axis=2)
-    tiles = mosaic.row_tiles(sizes, rows)
+    tiles = ragged.row_tiles(sizes, rows)
     both = jnp.concatenate([dy, other], axis=1)
     dx = partial(mosaic.rows_times_matrices, w=w13, tiles=tiles, transpose=True, tiling=INTERPRET)
     np.testing.assert_array_equal(jax.jit(dx)((dy, other)), jax.jit(dx)(both))
@@ -132,18 +133,38 @@ def test_the_fused_activation_is_situ_of_both_products(linear_beta):
     x, w, _ = make(7, sizes, rows)
     w13 = jnp.concatenate([w, w[::-1]], axis=2) / 8
     scale = jnp.asarray(np.random.default_rng(8).random(rows), jnp.float32)
-    glu = mosaic.Glu(scale, 4.0, linear_beta)
-    got = jax.jit(partial(mosaic.rows_times_matrices, glu=glu, tiling=INTERPRET))(x, w13, mosaic.row_tiles(sizes, rows))
+    glu = Glu(scale, 4.0, linear_beta)
+    got = jax.jit(partial(mosaic.rows_times_matrices, glu=glu, tiling=INTERPRET))(x, w13, ragged.row_tiles(sizes, rows))
     both = jnp.asarray(dense(x, w13, sizes, np.zeros((rows, 2 * F)))[0], jnp.float32)
     want = situ_glu(both[:, :F], both[:, F:], 4.0, linear_beta, scale)
     np.testing.assert_allclose(np.asarray(got, np.float32)[:80], want[:80], rtol=2**-7, atol=2**-7)
     assert np.all(np.asarray(got)[80:] == 0)
 
 
+@pytest.mark.parametrize("linear_beta", [25.0, None])
+@pytest.mark.parametrize("split", ["unaligned", "multiples of 8", "short groups", "long tail"])
+def test_the_gradient_kernel_is_situs_backward_of_the_three_products(split, linear_beta):
+    sizes, rows = SPLITS[split]
+    sizes = np.asarray(sizes, np.int32)
+    x, w, dy = make(11, sizes, rows)
+    w13, w2 = jnp.concatenate([w, w[::-1]], axis=2) / 8, w.swapaxes(1, 2) / 8
+    scale = jnp.asarray(np.random.default_rng(12).random(rows), jnp.float32)
+    run = jax.jit(lambda tiles: glu_gradient(x, dy, w13, w2, tiles, Glu(scale, 4.0, linear_beta), tiling=INTERPRET))
+    got = run(ragged.row_tiles(sizes, rows))
+    both = jnp.asarray(dense(x, w13, sizes, np.zeros((rows, 2 * F)))[0], jnp.float32)
+    d_hidden = jnp.asarray(dense(dy, w2.swapaxes(1, 2), sizes, np.zeros((rows, F)))[0], jnp.float32)
+    want = situ_glu_backward(both[:, :F], both[:, F:], d_hidden, scale, 4.0, linear_beta)
+    used = sum(sizes)
+    for a, b in zip(got, want):
+        assert a.dtype == (jnp.bfloat16 if a.ndim == 2 else jnp.float32)
+        np.testing.assert_allclose(np.asarray(a, np.float32)[:used], b[:used], rtol=2**-7, atol=2**-7)
+        assert np.all(np.asarray(a)[used:] == 0)
+
+
 def test_every_row_is_stored_once_or_to_the_same_place_by_its_own_group():
     rng = np.random.default_rng(9)
     E, rows = 7, 488
-    cut = jax.jit(partial(mosaic.row_tiles, rows=rows))
+    cut = jax.jit(partial(ragged.row_tiles, rows=rows))
     for high in np.geomspace(1, rows + 1, 100).astype(int):
         sizes = np.diff(np.sort(rng.integers(0, high, E)), prepend=0).astype(np.int32)
         table, count = map(np.asarray, cut(sizes))
@@ -168,21 +189,22 @@ def test_every_product_lowers_for_an_h200(rows, E, D, F):
     w, w13, sizes = shape((E, D, F), jnp.bfloat16), shape((E, D, 2 * F), jnp.bfloat16), shape((E,), jnp.int32)
 
     def products(x, dy, both, w, w13, sizes, scale):
-        tiles = mosaic.row_tiles(sizes, rows)
+        tiles = ragged.row_tiles(sizes, rows)
         multiply = partial(mosaic.rows_times_matrices, tiles=tiles)
         return (
             multiply(x, w),
             multiply(dy, w, transpose=True),
             multiply((dy, dy), w13, transpose=True),
-            multiply(x, w13, glu=mosaic.Glu(scale, 4.0, 25.0)),
+            multiply(x, w13, glu=Glu(scale, 4.0, 25.0)),
             mosaic.outer_products(x, dy, sizes),
             mosaic.outer_products(x, (dy, dy), sizes, out_dtype=jnp.float32),
+            glu_gradient(x, x, w13, w.swapaxes(1, 2), tiles, Glu(scale, 4.0, 25.0)),
         )
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         traced = jax.jit(products).trace(x, dy, hidden, w, w13, sizes, shape((rows,), jnp.float32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 6
+    assert text.count("custom_call @mosaic_gpu") == 7
 
 
 def test_the_reason_against_the_kernel_is_named():

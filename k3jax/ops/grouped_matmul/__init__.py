@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from k3jax.ops.grouped_matmul.experts import ExpertOptions, expert_mlp
 from k3jax.ops.grouped_matmul.layout import GroupLayout, combine, dispatch, group_layout, padded_rows
-from k3jax.ops.grouped_matmul.mosaic import Tiling
 from k3jax.ops.grouped_matmul.product import (
     Implementation,
     default_implementation,
     grouped_matmul,
     why_not_pallas,
 )
+from k3jax.ops.grouped_matmul.ragged import Tiling
 
 __all__ = [
     "ExpertOptions",

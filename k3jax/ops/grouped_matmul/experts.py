@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops.common import vary_alike, wide
-from k3jax.ops.grouped_matmul import mosaic
+from k3jax.ops.grouped_matmul import mosaic, ragged
+from k3jax.ops.grouped_matmul.gather import gather_rows, sum_rows
+from k3jax.ops.grouped_matmul.glu import Glu, glu_gradient
 from k3jax.ops.grouped_matmul.layout import GroupLayout, rows_at
 from k3jax.ops.grouped_matmul.product import Implementation, grouped_matmul, refuse_pallas
 from k3jax.ops.situ import situ_glu, situ_glu_backward
@@ -34,7 +36,7 @@ class ExpertOptions(NamedTuple):
     linear_beta: float | None
     align: int
     implementation: Implementation
-    tiling: mosaic.Tiling = mosaic.DEFAULT
+    tiling: ragged.Tiling = ragged.DEFAULT
 
 
 def expert_mlp(
@@ -45,7 +47,7 @@ def expert_mlp(
     layout: GroupLayout,
     options: ExpertOptions,
 ) -> jax.Array:
-    """Σ_k weight · expert(z) → [N, L] in at least float32; an invalid slot contributes 0.
+    """Σ_k weight · expert(z) → [N, L] in the dtype of `z_NL`, summed in at least float32; an invalid slot adds 0.
 
     Args:
         z_NL: tokens, in the dtype of products.
@@ -66,34 +68,39 @@ def expert_mlp(
 def _enough_rows(layout: GroupLayout) -> jax.Array:
     """`slot_of_row` with padding rows behind it until the kernels take it. Row M, which invalid slots name, is 0."""
     rows, num_slots = len(layout.slot_of_row), layout.row_of_NK.size
-    more = mosaic.enough_rows(rows) - rows
+    more = ragged.enough_rows(rows) - rows
     return jnp.pad(layout.slot_of_row, (0, more), constant_values=num_slots)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_mlp(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLayout) -> jax.Array:
-    rows_ML, scale_M = _gathered(z_NL, weights_NK, layout)
+    rows_ML, scale_M = _rows_of(options, z_NL, layout), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     if options.implementation == "pallas":
-        tiles = mosaic.row_tiles(layout.group_sizes_E, len(rows_ML))
-        glu = mosaic.Glu(scale_M, options.beta, options.linear_beta)
+        tiles = ragged.row_tiles(layout.group_sizes_E, len(rows_ML))
+        glu = Glu(scale_M, options.beta, options.linear_beta)
         hidden_MF = mosaic.rows_times_matrices(rows_ML, w13, tiles, glu=glu, tiling=options.tiling)
         y_ML = mosaic.rows_times_matrices(hidden_MF, w2, tiles, tiling=options.tiling)
     else:
         gate_MF, up_MF = jnp.split(_product(options, layout, rows_ML, w13), 2, axis=1)
         hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
         y_ML = _product(options, layout, hidden_MF, w2)
-    return _sum_of_slots(y_ML, layout)
+    return _sum_of_slots(options, y_ML, layout)
 
 
-def _gathered(z_NL: jax.Array, weights_NK: jax.Array, layout: GroupLayout) -> tuple[jax.Array, jax.Array]:
-    """Each row's token and its weight; both 0 in padding rows."""
-    return rows_at(z_NL, layout.slot_of_row // weights_NK.shape[1]), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
+def _rows_of(options: ExpertOptions, z_NL: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Each row's token → [M, L]; 0 in padding rows."""
+    token_M = layout.slot_of_row // layout.row_of_NK.shape[1]
+    if options.implementation == "pallas":
+        return gather_rows(z_NL, token_M, options.tiling.interpret)
+    return rows_at(z_NL, token_M)
 
 
-def _sum_of_slots(y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
-    """Σ_k row of slot (n, k), in at least float32 and in the order of k → [N, L]."""
+def _sum_of_slots(options: ExpertOptions, y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
+    """Σ_k row of slot (n, k), summed in at least float32 and in the order of k → [N, L]."""
+    if options.implementation == "pallas":
+        return sum_rows(y_ML, layout.row_of_NK, options.tiling.interpret)
     K = layout.row_of_NK.shape[1]
-    return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)])
+    return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)]).astype(y_ML.dtype)
 
 
 def _product(options: ExpertOptions, layout: GroupLayout, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -107,28 +114,27 @@ def _fwd(options: ExpertOptions, *args):
 
 def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
     z_NL, w13, w2, weights_NK, layout = residuals
-    rows_ML, scale_M = _gathered(z_NL, weights_NK, layout)
-    dy_ML = rows_at(d_out_NL.astype(z_NL.dtype), layout.slot_of_row // weights_NK.shape[1])
-    activation = partial(situ_glu_backward, beta=options.beta, linear_beta=options.linear_beta)
+    rows_ML, dy_ML = _rows_of(options, z_NL, layout), _rows_of(options, d_out_NL, layout)
+    scale_M = rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     if options.implementation == "pallas":
         sizes, tiling = layout.group_sizes_E, options.tiling
-        multiply = partial(mosaic.rows_times_matrices, tiles=mosaic.row_tiles(sizes, len(rows_ML)), tiling=tiling)
-        outer = partial(mosaic.outer_products, sizes_E=sizes, tiling=tiling)
-        gate_MF, up_MF = jnp.split(multiply(rows_ML, w13), 2, axis=1)
-        d_hidden_MF = multiply(dy_ML, w2, transpose=True)
-        hidden_MF, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
-        # two arrays of one shape: XLA writes them, `hidden` and the row sums in one pass
-        d_rows_ML, dw13 = multiply((d_gate, d_up), w13, transpose=True), outer(rows_ML, (d_gate, d_up))
-        dw2 = outer(hidden_MF, dy_ML)
+        tiles = ragged.row_tiles(sizes, len(rows_ML))
+        glu = Glu(scale_M, options.beta, options.linear_beta)
+        hidden_MF, d_gate, d_up, d_scale_M = glu_gradient(rows_ML, dy_ML, w13, w2, tiles, glu, tiling=tiling)
+        d_rows_ML = mosaic.rows_times_matrices((d_gate, d_up), w13, tiles, transpose=True, tiling=tiling)
+        dw13 = mosaic.outer_products(rows_ML, (d_gate, d_up), sizes, tiling=tiling)
+        dw2 = mosaic.outer_products(hidden_MF, dy_ML, sizes, tiling=tiling)
     else:
         product = partial(_product, options, layout)
         both, pull13 = jax.vjp(product, rows_ML, w13)
         gate_MF, up_MF = jnp.split(both, 2, axis=1)
         hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
         d_hidden_MF, dw2 = jax.vjp(product, hidden_MF, w2)[1](dy_ML)
-        _, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
+        _, d_gate, d_up, d_scale_M = situ_glu_backward(
+            gate_MF, up_MF, d_hidden_MF, scale_M, options.beta, options.linear_beta
+        )
         d_rows_ML, dw13 = pull13(jnp.concatenate([d_gate, d_up], axis=1))
-    dz_NL = _sum_of_slots(d_rows_ML, layout).astype(z_NL.dtype)
+    dz_NL = _sum_of_slots(options, d_rows_ML, layout)
     d_weights_NK = rows_at(d_scale_M, layout.row_of_NK).astype(weights_NK.dtype)
     return dz_NL, dw13, dw2, d_weights_NK, None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from k3jax.ops import mosaic as kit
 from k3jax.ops.common import vary_alike
-from k3jax.ops.grouped_matmul import mosaic, xla
+from k3jax.ops.grouped_matmul import mosaic, ragged, xla
 
 Implementation = Literal["reference", "ragged", "blocked", "pallas"]
 
@@ -27,7 +27,7 @@ def why_not_pallas(dtype: jnp.dtype, D: int, F: int, *, interpret: bool = False)
     return None if interpret else kit.why_not_here()
 
 
-def refuse_pallas(dtype: jnp.dtype, D: int, F: int, tiling: mosaic.Tiling) -> None:
+def refuse_pallas(dtype: jnp.dtype, D: int, F: int, tiling: ragged.Tiling) -> None:
     """Raises a ValueError with the reason where "pallas" cannot run."""
     if reason := why_not_pallas(dtype, D, F, interpret=tiling.interpret):
         raise ValueError(f"grouped_matmul: 'pallas' cannot run: {reason}")
@@ -48,7 +48,7 @@ def grouped_matmul(
     align: int = 1,
     implementation: Implementation | None = None,
     preferred_element_type: jnp.dtype | None = None,
-    tiling: mosaic.Tiling = mosaic.DEFAULT,
+    tiling: ragged.Tiling = ragged.DEFAULT,
 ) -> jax.Array:
     """Multiplies each row by the matrix of its group: the first `group_sizes_E[0]` rows by `w_EDF[0]`, and so on.
 
@@ -100,21 +100,21 @@ def grouped_matmul(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _pallas(dtype: jnp.dtype, tiling: mosaic.Tiling, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array):
+def _pallas(dtype: jnp.dtype, tiling: ragged.Tiling, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array):
     return _pallas_fwd(dtype, tiling, x_MD, w_EDF, sizes_E)[0]
 
 
-def _pallas_fwd(dtype: jnp.dtype, tiling: mosaic.Tiling, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array):
+def _pallas_fwd(dtype: jnp.dtype, tiling: ragged.Tiling, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array):
     w = w_EDF.astype(x_MD.dtype)
-    x = mosaic.pad_rows(x_MD)
-    y = mosaic.rows_times_matrices(x, w, mosaic.row_tiles(sizes_E, len(x)), out_dtype=dtype, tiling=tiling)
+    x = ragged.pad_rows(x_MD)
+    y = mosaic.rows_times_matrices(x, w, ragged.row_tiles(sizes_E, len(x)), out_dtype=dtype, tiling=tiling)
     return y[: len(x_MD)], (x_MD, w, sizes_E, w_EDF[:0])  # the last for its dtype
 
 
-def _pallas_bwd(dtype: jnp.dtype, tiling: mosaic.Tiling, residuals, dy_MF: jax.Array):
+def _pallas_bwd(dtype: jnp.dtype, tiling: ragged.Tiling, residuals, dy_MF: jax.Array):
     x_MD, w, sizes_E, like_w = residuals
-    x, dy = mosaic.pad_rows(x_MD), mosaic.pad_rows(dy_MF.astype(x_MD.dtype))
-    dx = mosaic.rows_times_matrices(dy, w, mosaic.row_tiles(sizes_E, len(x)), transpose=True, tiling=tiling)
+    x, dy = ragged.pad_rows(x_MD), ragged.pad_rows(dy_MF.astype(x_MD.dtype))
+    dx = mosaic.rows_times_matrices(dy, w, ragged.row_tiles(sizes_E, len(x)), transpose=True, tiling=tiling)
     dw = mosaic.outer_products(x, dy, sizes_E, out_dtype=like_w.dtype, tiling=tiling)
     return dx[: len(x_MD)], dw, None
 
