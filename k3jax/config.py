@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 Mixer = Literal["kda", "mla"]
 Ffn = Literal["dense", "moe"]
-Remat = Literal["none", "sublayer", "layer", "block"]
+Remat = Literal["none", "products", "sublayer", "layer", "block"]
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -53,7 +53,9 @@ class KDAConfig:
     full_rank_output_gate: bool = True
     """False gives Kimi-Linear's low-rank output gate (rank `head_dim`)."""
     chunk_size: int = 64
-    implementation: Literal["reference", "xla"] | None = None
+    implementation: Literal["reference", "xla", "pallas"] | None = None
+    """Of the recurrence; None picks "pallas" (Hopper GPUs) where it runs, else "xla". The first two also keep decoding,
+    the short convolution and the gated norm, which pick for themselves otherwise, in plain JAX."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "num_heads", "head_dim")
@@ -286,6 +288,10 @@ class TrainConfig:
     accumulation: int = 1
     """Micro-batches per optimizer step; must divide data.batch_size."""
     remat: Remat = "none"
+    """What the forward pass keeps for the backward pass, from most to least: "none" all that it needs; "products" of
+    every layer its input, the results of its matrix products, of KDA, attention and the experts; "sublayer" and "layer"
+    the input of every sublayer or layer, and the results of KDA, attention and the experts; "block" the input of every
+    AttnRes block. The rest is computed a second time."""
     loss_chunk: int = 512
     """Tokens per sequence whose logits exist at once."""
     z_loss: float = 0.0

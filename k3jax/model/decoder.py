@@ -80,8 +80,20 @@ class LayerInput:
     cache: Tree
 
 
-def _remat(fn: Callable, options: Options, level: Remat) -> Callable:
-    return jax.checkpoint(fn, prevent_cse=False) if options.remat == level else fn
+# What the largest kernels of a layer return, named where they are called. With these kept, a backward pass that forms a
+# layer anew runs none of the forward kernels again.
+KERNELS = ("kda", "attention", "experts")
+
+
+def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:
+    """`fn`, keeping less for the backward pass if the preset is one of `levels`; see `TrainConfig.remat`."""
+    if options.remat not in levels:
+        return fn
+    policies = jax.checkpoint_policies
+    policy = None if options.remat == "block" else policies.save_only_these_names(*KERNELS)
+    if options.remat == "products":
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+    return jax.checkpoint(fn, prevent_cse=False, policy=policy)
 
 
 def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
@@ -151,7 +163,7 @@ def _run_repeat(
         outs, start = [], 0
         for run, plan, read, bias, cache in zip(runs, repeat.runs, reads, biases, caches):
             inputs = LayerInput(read, first[start : start + plan.count], bias, cache)
-            layer_body = _remat(partial(_layer, options=options), options, "layer")
+            layer_body = _remat(partial(_layer, options=options), options, "layer", "products")
             carry, out = _scan(
                 lambda c, x, f=layer_body: f(x[0], c, bank, x[1], tokens), carry, (run, inputs), plan.count
             )

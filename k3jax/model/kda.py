@@ -5,11 +5,14 @@ Legend: B batch, T time, D hidden, H heads, K head dim (keys and values), W conv
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from k3jax.config import ModelConfig
+from k3jax.config import KDAConfig, ModelConfig
 from k3jax.model import init
 from k3jax.ops.kda import kda
 from k3jax.ops.kda.decode import Weights, kda_decode
@@ -19,6 +22,12 @@ from k3jax.sharding import batch_island
 
 KDACache = dict[str, jax.Array]
 TAILS = ("q_tail", "k_tail", "v_tail")
+
+
+def beside_kda(config: KDAConfig) -> Literal["xla"] | None:
+    """The `implementation` argument of decoding, the convolution and the gated norm: plain JAX when KDA is asked to be
+    plain JAX, else each picks what runs."""
+    return "xla" if config.implementation in ("xla", "reference") else None
 
 
 class KDA(nnx.Module):
@@ -85,7 +94,10 @@ class KDA(nnx.Module):
         else:
             o, cache = self._continue(q, k, v, g, beta, gates, segment_ids, cache)
         o, _ = batch_island(
-            lambda data, weight: (gated_rms_norm(data[0], weight, data[1], self.config.norm_eps), ()),
+            lambda data, weight: (
+                gated_rms_norm(data[0], weight, data[1], self.config.norm_eps, beside_kda(config)),
+                (),
+            ),
             (o, self._output_gate(x_BTD)),
             self.o_norm[...],
             batched=(True, False),
@@ -94,8 +106,8 @@ class KDA(nnx.Module):
 
     def _mix(self, data: tuple, taps: tuple, gates: dict) -> jax.Array:
         q, k, v, g, beta, segment_ids = data
-        q, k, v = (short_conv(u, w, segment_ids) for u, w in zip((q, k, v), taps))
         config = self.config.kda
+        q, k, v = (short_conv(u, w, segment_ids, implementation=beside_kda(config)) for u, w in zip((q, k, v), taps))
         o = kda(
             q,
             k,
@@ -108,7 +120,7 @@ class KDA(nnx.Module):
             **gates,
         )
         assert isinstance(o, jax.Array)
-        return o
+        return checkpoint_name(o, "kda")
 
     def _decode(self, token: tuple, segment_ids: jax.Array | None, cache: KDACache) -> tuple[jax.Array, KDACache]:
         """The normed and gated output of one token a row; a row of padding leaves its cache as it is."""
@@ -134,7 +146,7 @@ class KDA(nnx.Module):
                 gate=config.gate,
                 lower_bound=config.gate_lower_bound,
                 norm_eps=self.config.norm_eps,
-                implementation="xla" if config.implementation in ("xla", "reference") else None,
+                implementation=beside_kda(config),
             )
             return (y[:, None], {"state": state, **dict(zip(TAILS, tails))}), ()
 
@@ -148,7 +160,7 @@ class KDA(nnx.Module):
         new: KDACache = {}
         convolved = []
         for name, u, w in zip(TAILS, (q, k, v), (self.q_conv, self.k_conv, self.v_conv)):
-            convolved.append(short_conv(u, w[...], segment_ids, cache[name]))
+            convolved.append(short_conv(u, w[...], segment_ids, cache[name], beside_kda(self.config.kda)))
             new[name] = conv_tail(u, w.shape[-1], segment_ids, cache[name])
         q, k, v = convolved
         config = self.config.kda

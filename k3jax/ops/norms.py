@@ -28,18 +28,21 @@ GatedNormImplementation = Literal["xla", "pallas"]
 def resolve_gated_norm(
     x: jax.Array, gate: jax.Array, implementation: GatedNormImplementation | None = None
 ) -> GatedNormImplementation:
-    """The implementation that runs when `implementation` is asked for; None means "xla".
+    """The implementation that runs when `implementation` is asked for; None means "pallas" where it can run.
+
+    Shapes and dtypes decide: `jax.ShapeDtypeStruct`s do as arguments.
 
     Raises:
         ValueError: the kernels were asked for and cannot run here or on these arrays; the message says why.
     """
-    if implementation is None:
-        return "xla"
-    if implementation not in get_args(GatedNormImplementation):
+    if implementation not in (None, *get_args(GatedNormImplementation)):
         raise ValueError(f"gated_rms_norm: unknown implementation {implementation!r}; there are xla and pallas")
-    if implementation == "pallas" and (reason := gated_norm_gpu.why_not(x, gate)) is not None:
+    if implementation == "xla":
+        return implementation
+    reason = gated_norm_gpu.why_not(x, gate)
+    if implementation == "pallas" and reason:
         raise ValueError(f"gated_rms_norm: implementation='pallas' cannot run: {reason}")
-    return implementation
+    return "xla" if reason else "pallas"
 
 
 def gated_rms_norm(

@@ -25,18 +25,21 @@ Implementation = Literal["xla", "pallas"]
 def resolve_implementation(
     u: jax.Array, weight: jax.Array, segment_ids: jax.Array | None, implementation: Implementation | None = None
 ) -> Implementation:
-    """The implementation that runs when `implementation` is asked for; None means "xla".
+    """The implementation that runs when `implementation` is asked for; None means "pallas" where it can run.
+
+    Shapes and dtypes decide: `jax.ShapeDtypeStruct`s do as arguments.
 
     Raises:
         ValueError: the kernels were asked for and cannot run here or on these arrays; the message says why.
     """
-    if implementation is None:
-        return "xla"
-    if implementation not in get_args(Implementation):
+    if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"short_conv: unknown implementation {implementation!r}; there are xla and pallas")
-    if implementation == "pallas" and (reason := short_conv_gpu.why_not(u, weight, segment_ids)) is not None:
+    if implementation == "xla":
+        return implementation
+    reason = short_conv_gpu.why_not(u, weight, segment_ids)
+    if implementation == "pallas" and reason:
         raise ValueError(f"short_conv: implementation='pallas' cannot run: {reason}")
-    return implementation
+    return "xla" if reason else "pallas"
 
 
 def short_conv(

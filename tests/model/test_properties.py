@@ -188,7 +188,7 @@ def test_every_remat_preset_gives_the_same_loss_gradients_and_histograms(x64):
     counts = np.asarray(plain[0][1].histogram)
     np.testing.assert_array_equal(counts.sum(-1), int(jnp.sum(ids != 0)))  # padding is not counted
     np.testing.assert_array_equal(plain[0][1].load.sum(-1), int(jnp.sum(ids != 0)) * 2)
-    for remat in ("sublayer", "layer", "block"):
+    for remat in ("products", "sublayer", "layer", "block"):
         assert_same(loss_and_stats(remat)(model, tokens, ids, bias), plain, 1e-9)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.ops.kda import kda, kda_step, resolve_implementation
+from k3jax.ops.kda import kda, kda_step, resolve_for, resolve_implementation
 from k3jax.ops.kda.intra import unit_lower_inverse
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "g1_kda_op" / "cases.json").read_text())
@@ -362,8 +362,19 @@ def test_remat_inside_a_scan_over_layers_changes_nothing(x64):
 
 
 def test_none_resolves_to_a_named_implementation():
-    assert resolve_implementation() == resolve_implementation(None) == "xla"
-    assert resolve_implementation("reference") == "reference"
+    assert resolve_implementation(None, "no GPU") == "xla"
+    assert resolve_implementation(None, None) == "pallas"
+    assert resolve_implementation("reference", "no GPU") == "reference"
+    with pytest.raises(ValueError, match="cannot run here: no GPU"):
+        resolve_implementation("pallas", "no GPU")
+
+
+def test_what_runs_is_known_from_dtype_and_head_dim():
+    assert resolve_for(None, "bfloat16", 128) == "xla"  # no GPU here
+    assert resolve_for("pallas_interpret", "bfloat16", 64) == "pallas_interpret"
+    for dtype, head_dim, reason in (("bfloat16", 128, "GPU"), ("float32", 128, "bfloat16"), ("bfloat16", 32, "64 or")):
+        with pytest.raises(ValueError, match=reason):
+            resolve_for("pallas", dtype, head_dim)
 
 
 REFUSALS = {

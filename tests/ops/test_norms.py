@@ -7,7 +7,7 @@ import pytest
 
 from k3jax.ops import gated_norm_gpu
 from k3jax.ops.mosaic import h200_mesh
-from k3jax.ops.norms import gated_rms_norm
+from k3jax.ops.norms import gated_rms_norm, resolve_gated_norm
 
 
 def test_gated_norm_and_every_gradient_match_the_definition(x64):
@@ -51,6 +51,14 @@ def test_kernels_lower_for_a_gpu():
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         jax.jit(both).trace(*kernel_arguments(jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+
+
+def test_the_kernels_run_unasked_where_they_can(monkeypatch):
+    x, _, gate, _ = kernel_arguments(jnp.bfloat16)
+    assert resolve_gated_norm(x, gate) == "xla"
+    monkeypatch.setattr(gated_norm_gpu, "why_not_here", lambda: None)
+    assert resolve_gated_norm(x, gate) == "pallas"
+    assert resolve_gated_norm(x, gate, "xla") == resolve_gated_norm(x[:-1], gate[:-1]) == "xla"
 
 
 def test_asking_for_the_kernels_where_they_cannot_run_says_why():

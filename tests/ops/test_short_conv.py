@@ -7,7 +7,7 @@ import pytest
 
 from k3jax.ops import short_conv_gpu
 from k3jax.ops.mosaic import h200_mesh
-from k3jax.ops.short_conv import conv_tail, short_conv
+from k3jax.ops.short_conv import conv_tail, resolve_implementation, short_conv
 
 
 def defined(u, weight, segment_ids=None, tail=None):
@@ -114,6 +114,14 @@ def test_kernels_lower_for_a_gpu(documents):
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         jax.jit(both).trace(u, weight, d_y).lower(lowering_platforms=("cuda",))
+
+
+def test_the_kernels_run_unasked_where_they_can(monkeypatch):
+    u, weight, ids, _ = kernel_arguments(200, jnp.bfloat16, True)
+    assert resolve_implementation(u, weight, ids) == "xla"
+    monkeypatch.setattr(short_conv_gpu, "why_not_here", lambda: None)
+    assert resolve_implementation(u, weight, ids) == "pallas"
+    assert resolve_implementation(u, weight, ids, "xla") == resolve_implementation(u[:, :1], weight, None) == "xla"
 
 
 def test_asking_for_the_kernels_where_they_cannot_run_says_why():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.common import einsum, vary_alike, wide, wide_dtype
 
@@ -178,6 +179,8 @@ def _blockwise(static: Static, q, k, v, where: Where) -> tuple[jax.Array, jax.Ar
 
 def _blockwise_fwd(static: Static, q, k, v, where: Where):
     o, peak, lse = forward(static, q, k, v, where)
+    # for a rematerialisation to keep: without both, the backward pass begins with another forward pass
+    o, lse = checkpoint_name((o, lse), "attention")
     return (o, peak), (q, k, v, where, o, lse)
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.attention import blockwise, cudnn
 from k3jax.ops.common import einsum, vary_alike, wide
@@ -68,7 +69,7 @@ def _causal(scale: float, q, k, v) -> jax.Array:
 
 
 def _causal_fwd(scale: float, q, k, v):
-    o, lse = cudnn.forward(q, k, v, scale=scale)
+    o, lse = checkpoint_name(cudnn.forward(q, k, v, scale=scale), "attention")
     return o, (q, k, v, o, lse)
 
 
@@ -88,6 +89,8 @@ def _documents(plan: Split, q, k, v, ids) -> jax.Array:
 def _documents_fwd(plan: Split, q, k, v, ids):
     runs = are_runs(ids)
     o, lse = jax.lax.cond(runs, partial(_forward, plan), partial(_slow_forward, plan), q, k, v, ids)
+    # for a rematerialisation to keep: without both, the backward pass begins with another forward pass
+    o, lse = checkpoint_name((o, lse), "attention")
     return o, (q, k, v, ids, runs, o.astype(v.dtype), lse)
 
 

@@ -7,9 +7,10 @@ Source: Kimi Linear (arXiv 2510.26692) and the Kimi K3 report (arXiv 2607.24653)
 
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .chunkwise import kda_chunkwise
 from .gates import Activation, Gate, activate
@@ -17,7 +18,7 @@ from .intra import TILE
 from .pallas import kda_pallas, unavailable, unsupported
 from .reference import kda_reference, recurrence_step
 
-__all__ = ["Implementation", "kda", "kda_step", "resolve_implementation"]
+__all__ = ["Implementation", "kda", "kda_step", "resolve_for", "resolve_implementation"]
 
 Implementation = Literal["reference", "xla", "pallas", "pallas_interpret"]
 
@@ -35,6 +36,18 @@ def resolve_implementation(implementation: Implementation | None, why_not_pallas
     if implementation.startswith("pallas") and why_not_pallas:
         raise ValueError(f"kda: implementation={implementation!r} cannot run here: {why_not_pallas}")
     return implementation
+
+
+def resolve_for(implementation: Implementation | None, dtype: DTypeLike, head_dim: int) -> Implementation:
+    """`resolve_implementation` for q, k, v and g of this dtype, K = V = `head_dim`, and beta as a logit.
+
+    Raises:
+      ValueError: as `resolve_implementation`.
+    """
+    x = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
+    how = _activation("none", -5.0, True, True, None, head_dim)
+    why_not = unsupported if implementation == "pallas_interpret" else unavailable
+    return resolve_implementation(implementation, why_not(x, x, x, x, how))
 
 
 def kda(
