@@ -39,7 +39,7 @@ from k3jax.data.sources import DataError
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
-from k3jax.train.report import References, start_report, summary_table
+from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
 from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
 from k3jax.train.step import abstract_batch, make_eval_step, make_train_step, place_batch
@@ -110,6 +110,7 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
         raise ConfigError("training in several processes is not supported yet")
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("float64 needs JAX_ENABLE_X64=1 in the environment; jax would compute in float32 without it")
+    implementations(config)  # what is named and cannot run is refused before anything is read or compiled
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest().installed())
         data = open_data(config.data, config.model.vocab_size)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from rich.table import Table
 
 import k3jax
-from k3jax.config import ModelConfig, RunConfig
+from k3jax.config import ConfigError, ModelConfig, RunConfig
 from k3jax.data.bits import reference_bits_per_byte, sample_text
 from k3jax.data.loader import TextData
+from k3jax.model.kda import TAILS, beside_kda, kda_cache
 from k3jax.model.moe import resolve_moe
-from k3jax.ops import attention, cross_entropy, kda
+from k3jax.ops import attention, attn_res_pallas, cross_entropy, kda, mosaic, norms, short_conv
+from k3jax.ops.kda.decode import resolve_decode
 from k3jax.train import flops
 from k3jax.train.metrics import count
 
@@ -22,23 +25,65 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def implementations(config: RunConfig) -> dict[str, str]:
-    """Which implementation of each op runs."""
-    model = config.model
+    """Which implementation of each op runs in training (decoding: in sampling) on the arrays of one device.
+
+    Raises:
+        ConfigError: the configuration names one that cannot run here; the message says why.
+    """
+    try:
+        return {
+            **_kda(config),
+            **_attention(config.model),
+            "experts": resolve_moe(config.model),
+            "attention residuals": _attention_residuals(config),
+            "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
+        }
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _tokens(config: RunConfig) -> tuple[int, int]:
+    """Rows of a micro-batch on one device, and their length."""
+    parts = config.train.accumulation * config.mesh.data * config.mesh.expert
+    return config.data.batch_size // parts, config.data.sequence_length
+
+
+def _like(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _kda(config: RunConfig) -> dict[str, str]:
+    layer, dtype = config.model.kda, config.model.dtype
+    H, K, W = layer.num_heads, layer.head_dim, layer.conv_size
+    rows, length = _tokens(config)
+    x_BTHK = _like((rows, length, H, K), dtype)
+    taps, ids = _like((H, K, W), config.model.param_dtype), _like((rows, length), "int32")
+    recurrence = kda.resolve_for(layer.implementation, dtype, K)
+    cache = jax.eval_shape(lambda: kda_cache(config.model, 1))
+    beside = beside_kda(layer)
     return {
-        "kda": f"{kda.resolve_implementation(model.kda.implementation)} (chunks of {model.kda.chunk_size})",
-        "attention": _attention(model),
-        "experts": resolve_moe(model),
-        "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
+        "kda": recurrence if recurrence != "xla" else f"xla (chunks of {layer.chunk_size})",
+        "kda, decoding": resolve_decode(cache["state"], tuple(cache[name] for name in TAILS), dtype, beside),
+        "short convolution": short_conv.resolve_implementation(x_BTHK, taps, ids, beside),
+        "gated norm": norms.resolve_gated_norm(x_BTHK, x_BTHK, beside),
     }
 
 
-def _attention(model: ModelConfig) -> str:
+def _attention(model: ModelConfig) -> dict[str, str]:
     mla, dtype = model.mla, model.dtype
     widths = {"key_width": mla.qk_head_dim, "value_width": mla.v_head_dim}
     chosen = attention.resolve_implementation(mla.implementation, dtype=dtype, **widths)
-    if chosen != "cudnn":
-        return chosen
-    return f"cudnn (largest logit: {attention.max_logit_pass(dtype, mla.qk_head_dim)})"
+    with_attention = "with attention" if chosen != "cudnn" else attention.max_logit_pass(dtype, mla.qk_head_dim)
+    return {"attention": chosen, "largest logit": with_attention}
+
+
+def _attention_residuals(config: RunConfig) -> str:
+    model = config.model
+    if model.attn_res_block_size is None:
+        return "none (plain residuals)"
+    shape = (*_tokens(config), model.hidden_size)
+    reason = attn_res_pallas.why_not(shape, jnp.dtype(model.dtype)) or mosaic.why_not_here()
+    return "xla" if reason else "xla forward, pallas backward"
 
 
 def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, peak: flops.Peak) -> list[str]:
@@ -57,7 +102,7 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
         f"without the embedding; {len(kinds)} layers: {kinds.count('kda')} KDA, {kinds.count('mla')} gated MLA",
         *(f"            {n:>19,}  {name}" for name, n in parameters.by_mechanism.items() if n),
         f"numerics    compute {config.model.dtype}, parameters {config.model.param_dtype}; remat {config.train.remat}",
-        "operations  " + "; ".join(f"{op}: {name}" for op, name in implementations(config).items()),
+        *(f"operation   {op:19}  {name}" for op, name in implementations(config).items()),
         f"data        {source['source']}: {source['files']:,} files, {source['bytes']:,} bytes, "
         f"hash of the list {source['files_hash']}; {source['train_documents']:,} documents to train on, "
         f"{source['validation_documents']:,} held out; tokenizer {source['tokenizer']}",
