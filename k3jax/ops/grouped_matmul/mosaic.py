@@ -167,10 +167,10 @@ def outer_products(
 
         def entry(index: Any) -> tuple:
             group = jnp.minimum(div(index, per_group), E - 1)
-            return bounds_g[group, 0], bounds_g[group, 1]
+            return bounds_g[group, 0], bounds_g[group, 1], bounds_g[group, 2]
 
         def produce(index: Any) -> tuple[Any, Any]:
-            (d, f), (start, stop) = place(index), entry(index)
+            (d, f), (start, stop, _) = place(index), entry(index)
 
             def load(k, slot):
                 rows = pl.ds(first_row(start, k), DEPTH)
@@ -192,7 +192,7 @@ def outer_products(
             plgpu.barrier_arrive(masked)
             plgpu.barrier_wait(masked)
 
-        def consume(index, step, start, stop):
+        def consume(index, step, start, stop, group):
             (d, f), count = place(index), count_of(start, stop)
             head = jnp.where(jnp.logical_and(count > 0, start > aligned(start)), 1, 0)
             whole = jnp.maximum(head, div(stop - aligned(start), DEPTH))
@@ -214,15 +214,16 @@ def outer_products(
                 pl.loop(whole, count)(edge)
                 value = acc[...]
                 ring.release(step + count - 1, count > 0)
-                store(value.astype(dtype), wg, stage, out_g.at[div(index, per_group)], d + wg * HALF, f)
+                store(value.astype(dtype), wg, stage, out_g.at[group], d + wg * HALF, f)
 
             pl.run_scoped(compute, plgpu.ACC((HALF, width), jnp.float32))
             return step + count
 
-        roles(jnp.int32(E * per_group), blocks, Producer(ring, produce), consume, entry)
+        roles(jnp.int32(E * per_group), blocks, Producer(ring, produce), consume, entry, turning=True)
 
     ends = jnp.cumsum(sizes_E.astype(jnp.int32))
-    bounds = jnp.stack([ends - sizes_E, ends], axis=1).astype(jnp.int32)
+    largest_first = jnp.argsort(sizes_E, descending=True)
+    bounds = jnp.stack([ends - sizes_E, ends, jnp.arange(E)], axis=1).astype(jnp.int32)[largest_first]
     stages = smem((tiling.stages, 2, DEPTH, HALF), x_MD.dtype), smem((tiling.stages, DEPTH, width), x_MD.dtype)
     args = (*(dy.astype(x_MD.dtype) for dy in dys), x_MD, bounds)
     return launch(tiling, body, jax.ShapeDtypeStruct((E, D, F), dtype), stages, 3, args)

@@ -235,28 +235,38 @@ def store_line(
         pl.when(jnp.logical_not(whole))(lambda: store_some(*only))
 
 
-def roles(tiles: Any, blocks: int, produce: Any, consume: Any, entry: Any) -> None:
-    """Walks the tiles that are this block's, tile i being that of block i mod `blocks`, in all three warpgroups.
+def roles(tiles: Any, blocks: int, produce: Any, consume: Any, entry: Any, turning: bool = False) -> None:
+    """Walks the tiles that are this block's in all three warpgroups.
 
-    `produce(index, step) → step`; `consume(index, step, *entry(index)) → step`, whose entry was read a tile ahead.
+    `produce(index, step) → step`; `consume(index, step, *entry(index)) → step`, whose entry was read a tile ahead. Tile
+    i is that of block i mod `blocks`; `turning` deals every second round backwards, so that tiles of falling size give
+    all blocks nearly the same work.
     """
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    mine = jnp.maximum(div(tiles - block + blocks - 1, blocks), 0)
+
+    def place(turn: Any) -> Any:
+        return jnp.where(rem(turn, 2) == 1, blocks - 1 - block, block) if turning else block
+
+    rounds = div(tiles, blocks)
+    mine = rounds + jnp.where(place(rounds) < rem(tiles, blocks), 1, 0)
+
+    def index_of(turn: Any) -> Any:
+        return turn * blocks + place(turn)
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        produce.drain(lax.fori_loop(0, mine, lambda i, step: produce.tile(block + i * blocks, step), jnp.int32(0)))
+        produce.drain(lax.fori_loop(0, mine, lambda i, step: produce.tile(index_of(i), step), jnp.int32(0)))
 
     @pl.when(wg < 2)
     def _():
         plgpu.set_max_registers(232, action="increase")
 
         def tile(i, carry):
-            following = entry(block + (i + 1) * blocks)
-            return consume(block + i * blocks, *carry), *following
+            following = entry(index_of(i + 1))
+            return consume(index_of(i), *carry), *following
 
-        lax.fori_loop(0, mine, tile, (jnp.int32(0), *entry(block)))
+        lax.fori_loop(0, mine, tile, (jnp.int32(0), *entry(index_of(jnp.int32(0)))))
         plgpu.wait_smem_to_gmem(0)
 
 
