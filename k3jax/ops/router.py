@@ -73,12 +73,40 @@ def _split_logits_bwd(residuals, d_NE: jax.Array):
 _split_logits.defvjp(_split_logits_fwd, _split_logits_bwd)
 
 
+_COUNTED = 128  # up to so many experts a GPU counts E² comparisons faster than it sorts
+
+
+def _rotated_ranks(scores_NE: jax.Array, shift_N: jax.Array) -> jax.Array:
+    """How many experts come before each one: with a larger score, or an equal one and nearer after `shift_N` [N, E]."""
+    E = scores_NE.shape[-1]
+    places_NE = (jnp.arange(E, dtype=jnp.int32) - shift_N[:, None]) % E
+    mine, others = scores_NE[:, :, None], scores_NE[:, None, :]
+    tied = (others == mine) & (places_NE[:, None, :] < places_NE[:, :, None])
+    return jnp.sum((others > mine) | tied, axis=2, dtype=jnp.int32)
+
+
 def _rotated_top_k(scores_NE: jax.Array, k: int, shift_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """top_k whose ties go to the first expert at or after `shift_N` (cyclically)."""
     E = scores_NE.shape[-1]
     order_NE = (jnp.arange(E, dtype=jnp.int32) + shift_N[:, None]) % E
     values, places = jax.lax.top_k(jnp.take_along_axis(scores_NE, order_NE, axis=-1), k)
     return values, (places + shift_N[:, None]) % E
+
+
+def _pick(scores_NE: jax.Array, biased_NE: jax.Array, k: int, shift_N: jax.Array) -> tuple[jax.Array, ...]:
+    """The k experts with the largest biased scores, their scores, and the (k + 1)-th largest biased score.
+
+    With few experts by counting, where every step and every gradient is a sum over a mask, not a sort or a scatter.
+    """
+    E = scores_NE.shape[-1]
+    if E > _COUNTED:
+        values, experts = _rotated_top_k(biased_NE, k + 1, shift_N)
+        return experts[:, :k], jnp.take_along_axis(scores_NE, experts[:, :k], axis=-1), values[:, k]
+    ranks_NE = _rotated_ranks(biased_NE, shift_N)
+    chosen_NKE = ranks_NE[:, None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
+    experts = jnp.sum(jnp.where(chosen_NKE, jnp.arange(E, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
+    weights = jnp.sum(jnp.where(chosen_NKE, scores_NE[:, None, :], 0), axis=2)
+    return experts, weights, jnp.sum(jnp.where(ranks_NE == k, biased_NE, 0), axis=1)
 
 
 def route(
@@ -111,12 +139,10 @@ def route(
         _, kept = _rotated_top_k(group_scores, topk_groups, positions_N * topk_groups % num_groups)
         allowed = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)
         biased = jnp.where(jnp.repeat(allowed, E // num_groups, axis=-1), biased, -jnp.inf)
-    values, experts = _rotated_top_k(biased, k + 1, positions_N * k % E)
-    experts = experts[:, :k]
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    experts, weights, threshold = _pick(scores, biased, k, positions_N * k % E)
     if renormalize and k > 1:
         # over the largest first: the gradient of a / b holds b⁻², which overflows when all scores are near 0
         largest = jnp.maximum(jax.lax.stop_gradient(jnp.max(weights, axis=-1, keepdims=True)), 1e-30)
         weights = weights / largest
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20 / largest)
-    return Routing(experts, weights * scaling_factor, scores, values[:, k])
+    return Routing(experts, weights * scaling_factor, scores, threshold)
