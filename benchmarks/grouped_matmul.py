@@ -1,7 +1,9 @@
 """Experts' grouped products against XLA's, and a whole MoE layer with its parts.
 
-    python benchmarks/grouped_matmul.py            on one Hopper GPU; writes results/grouped_matmul.json
-    python benchmarks/grouped_matmul.py --small    a rehearsal with tiny shapes, interpreted on a CPU
+    python benchmarks/grouped_matmul.py               on one Hopper GPU; writes results/grouped_matmul.json
+    python benchmarks/grouped_matmul.py --tilings     other tiles, unaligned groups, and float32 products as well
+    python benchmarks/grouped_matmul.py --peers       `lax.ragged_dot` and the blocked products in plain JAX as well
+    python benchmarks/grouped_matmul.py --small       a rehearsal with tiny shapes, interpreted on a CPU
 
 Every row has the time, its arithmetic rate and its ratio to a floor: operations at 790 TFLOP/s or bytes at 4.26 TB/s,
 whichever is longer. Dense work of equal size is a batched product of equal groups.
@@ -31,11 +33,12 @@ from benchmarks.common import device_line, measure, write_results
 from k3jax.config import MoEConfig, proxy
 from k3jax.model.mlp import MLP
 from k3jax.model.moe import LatentMoE
-from k3jax.ops.grouped_matmul import ExpertOptions, Tiling, expert_mlp, group_layout, grouped_matmul, mosaic
+from k3jax.ops.grouped_matmul import ExpertOptions, Tiling, expert_mlp, group_layout, grouped_matmul, mosaic, ragged
+from k3jax.ops.grouped_matmul.gather import gather_rows, sum_rows
+from k3jax.ops.grouped_matmul.glu import Glu, glu_gradient
 from k3jax.ops.grouped_matmul.layout import rows_at
 from k3jax.ops.quantile_balancing import qb_histogram
 from k3jax.ops.router import route, router_logits
-from k3jax.ops.situ import situ_glu_backward
 
 BF16 = jnp.bfloat16
 
@@ -79,7 +82,7 @@ def sizes_of(M: int, E: int, align: int = 1) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnames=("implementation", "align", "tiling"))
-def all_three(x, w, sizes, dy, implementation, align=1, tiling=mosaic.DEFAULT):
+def all_three(x, w, sizes, dy, implementation, align=1, tiling=ragged.DEFAULT):
     """y, dx, dw."""
     options = {"implementation": implementation, "align": align, "tiling": tiling}
     y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **options), x, w)
@@ -137,16 +140,19 @@ def products(table: Table, shape: str, M: int, E: int, D: int, F: int, tilings: 
         forward = jax.jit(partial(mosaic.rows_times_matrices, tiling=tiling))
         dx = jax.jit(partial(mosaic.rows_times_matrices, tiling=tiling, transpose=True))
         dw = jax.jit(partial(mosaic.outer_products, tiling=tiling))
-        for align in (8, 1) if tiling is tilings[0] else (8,):
-            cut = jnp.asarray(sizes_of(M, E, align))
-            tag, tiles = f"pallas {tiling.columns}×{tiling.stages} align {align}", mosaic.row_tiles(cut, M)
+        even = np.full(E, M // E // 8 * 8, np.int32)
+        splits = {"even groups": even, "align 8": sizes_of(M, E, 8)} | ({"align 1": sizes} if len(tilings) > 1 else {})
+        for split, cut in splits.items():
+            tag, cut = f"pallas {tiling.columns}×{tiling.stages} {split}", jnp.asarray(cut)
+            tiles = ragged.row_tiles(cut, M)
             add(f"{tag} forward", forward, x, w, tiles)
             add(f"{tag} dx", dx, dy, w, tiles)
             add(f"{tag} dw", dw, x, dy, cut)
-    wide = partial(mosaic.outer_products, tiling=tilings[0], out_dtype=jnp.float32)
-    add("pallas dw in float32", jax.jit(wide), x, dy, sizes)
     three = {"flops": 3 * flops, "bytes": 3 * bytes}
     add("pallas all", partial(all_three, implementation="pallas", tiling=tilings[0]), x, w, sizes, dy, **three)
+    if len(tilings) > 1:
+        wide = partial(mosaic.outer_products, tiling=tilings[0], out_dtype=jnp.float32)
+        add("pallas dw in float32", jax.jit(wide), x, dy, sizes)
     xe, dye = x[: M // E * E].reshape(E, -1, D), dy[: M // E * E].reshape(E, -1, F)
     add("dense forward", jax.jit(partial(jnp.einsum, "ead,edf->eaf")), xe, w)
     add("dense dx", jax.jit(partial(jnp.einsum, "eaf,edf->ead")), dye, w)
@@ -175,11 +181,8 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
         table.add("layer", name, jax.jit(fn), *args, flops=flops, bytes=bytes)
 
     x, router = random(10, N, 2 * L), random(11, 2 * L, E, dtype=jnp.float32)
-    exact = partial(jnp.einsum, "nd,de->ne", precision=jax.lax.Precision.HIGHEST)
-    for name, fn in (("split", router_logits), ("float32", lambda x, w: exact(x.astype(jnp.float32), w))):
-        add(f"router logits, {name}", fn, x, router, bytes=4 * N * L)
-        both_ways = lambda x, w, d, fn=fn: jax.vjp(fn, x, w)[1](d)  # noqa: E731
-        add(f"router logits backward, {name}", both_ways, x, router, logits, bytes=8 * N * L)
+    add("router logits", router_logits, x, router, bytes=4 * N * L)
+    add("their backward", lambda x, w, d: jax.vjp(router_logits, x, w)[1](d), x, router, logits, bytes=8 * N * L)
     histogram = partial(qb_histogram, experts_per_token=K, bins=1000)
     add(
         "quantile-balancing histogram",
@@ -191,21 +194,29 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     add("route", pick, logits, bias, positions)
     add("route gradient", jax.grad(lambda l: jnp.sum(pick(l, bias, positions).weights_NK ** 2)), logits)
     add("group_layout", partial(group_layout, num_experts=E, align=8), experts, valid)
-    add("gather of tokens", lambda z, s: rows_at(z, s // K), z, layout.slot_of_row, bytes=2 * (M + N) * L)
-    rows, gate, up, dh = random(3, M, L), random(4, M, F), random(5, M, F), random(6, M, F)
+    rows, dy = random(3, M, L), random(4, M, L)
+    gate, up = random(5, M, F), random(6, M, F)
     w13, w2 = random(7, E, L, 2 * F) / L**0.5, random(8, E, F, L) / F**0.5
+    interpret, moved = tiling.interpret, 2 * (M + N) * L
+    add("gather of tokens", lambda z, s: gather_rows(z, s // K, interpret), z, layout.slot_of_row, bytes=moved)
+    add("gather of tokens, XLA", lambda z, s: rows_at(z, s // K), z, layout.slot_of_row, bytes=moved)
 
     def sum_of_slots(y, rows_of):
         return reduce(jnp.add, [rows_at(y, rows_of[:, k]).astype(jnp.float32) for k in range(K)]).astype(y.dtype)
 
-    add("sum over a token's rows", sum_of_slots, rows, layout.row_of_NK, bytes=2 * (M + N) * L)
-    scale, tiles = random(9, M, dtype=jnp.float32), mosaic.row_tiles(layout.group_sizes_E, M)
-    add("SiTU backward", situ_glu_backward, gate, up, dh, scale, bytes=2 * 6 * M * F)
+    add("sum over a token's rows", partial(sum_rows, interpret=interpret), rows, layout.row_of_NK, bytes=moved)
+    add("sum over a token's rows, XLA", sum_of_slots, rows, layout.row_of_NK, bytes=moved)
+    scale, tiles = random(9, M, dtype=jnp.float32), ragged.row_tiles(layout.group_sizes_E, M)
+
+    def gradient(x, dy, w13, w2, tiles, scale):
+        return glu_gradient(x, dy, w13, w2, tiles, Glu(scale, 4.0, 25.0), tiling=tiling)
+
+    flops, moved = 6 * M * L * F, 2 * M * (2 * L + 3 * F)
+    add("gate, up, d_hidden and SiTU backward", gradient, rows, dy, w13, w2, tiles, scale, flops=flops, bytes=moved)
     both = {"flops": 4 * M * L * F, "bytes": 2 * M * (L + 2 * F)}
     multiply = partial(mosaic.rows_times_matrices, tiling=tiling)
-    glu = lambda x, w, t, s: multiply(x, w, t, glu=mosaic.Glu(s, 4.0, 25.0))  # noqa: E731
+    glu = lambda x, w, t, s: multiply(x, w, t, glu=Glu(s, 4.0, 25.0))  # noqa: E731
     add("gate, up and SiTU", glu, rows, w13, tiles, scale, flops=both["flops"], bytes=2 * M * (L + F))
-    add("gate and up", multiply, rows, w13, tiles, **both)
     add("dx of gate and up", lambda g, u, w, t: multiply((g, u), w, t, transpose=True), gate, up, w13, tiles, **both)
     pair = lambda x, g, u, s: mosaic.outer_products(x, (g, u), s, tiling=tiling)  # noqa: E731
     add("dw of gate and up", pair, rows, gate, up, layout.group_sizes_E, **both)
@@ -250,23 +261,27 @@ def whole_layer(table: Table, B: int, T: int, config: Any, names: tuple[str, ...
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted: a rehearsal")
-    small = parser.parse_args().small
+    parser.add_argument("--tilings", action="store_true", help="several tilings")
+    parser.add_argument("--peers", action="store_true", help="the implementations in plain JAX")
+    arguments = parser.parse_args()
+    if arguments.small:  # the interpreter compiles on threads that one CPU device would keep waiting
+        jax.config.update("jax_num_cpu_devices", 8)
     print(device_line())
-    table = Table(small)
-    tilings = [Tiling(256, 4), Tiling(128, 6)]
-    if small:
+    table = Table(arguments.small)
+    if arguments.small:
         tilings = [Tiling(128, 2, 2, True)]
-    correctness(table, small, tilings)
-    if small:
-        products(table, "small", 256, 4, 128, 128, tilings, peers=False)
-        layer_parts(table, 32, 2, 4, 128, 128, tilings[0])
+        correctness(table, True, tilings)
         moe = MoEConfig(num_experts=4, experts_per_token=2, expert_size=128, latent_size=128)
         whole_layer(table, 1, 32, dataclasses.replace(proxy(), hidden_size=128, moe=moe), ("blocked",))
+        layer_parts(table, 32, 2, 4, 128, 128, tilings[0])
+        products(table, "small", 256, 4, 128, 128, tilings, peers=False)
         return
-    products(table, "k3", 16_384, 32, 3584, 3072, tilings, peers=True)
-    products(table, "proxy", 131_072, 64, 768, 768, tilings, peers=False)
+    tilings = [Tiling(256, 4), Tiling(128, 6)] if arguments.tilings else [Tiling()]
+    correctness(table, False, tilings)
+    whole_layer(table, 4, 4096, proxy(), ("pallas", "blocked") if arguments.peers else ("pallas",))
     layer_parts(table, 16_384, 8, 64, 768, 768, tilings[0])
-    whole_layer(table, 4, 4096, proxy(), ("pallas", "blocked"))
+    products(table, "proxy", 131_072, 64, 768, 768, tilings, peers=False)
+    products(table, "k3", 16_384, 32, 3584, 3072, tilings, peers=arguments.peers)
     print(f"wrote {write_results('grouped_matmul', table.rows)}")
 
 
