@@ -136,6 +136,11 @@ class Kit:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
+    def full(self, shape: tuple[int, int], value: float, dtype: Any) -> jax.Array:
+        """A constant tile in registers."""
+        tile = jnp.full(shape, value, dtype)
+        return tile if self.interpret else plgpu.layout_cast(tile, LAYOUT)
+
     def kernel(self, body: Callable[..., None], **kwargs: Any) -> Callable[..., Any]:
         """`plgpu.kernel` where this kit runs."""
         params = plgpu.InterpretGPUParams() if self.interpret else None

@@ -19,6 +19,7 @@ Then the backward of the gate, of the L2 norms and of the sigmoid, while the til
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -30,8 +31,26 @@ from jax import lax
 from k3jax.ops.mosaic import COLUMN, ROW, Kit, along_columns, along_rows, smem
 
 from .gates import L2_EPS, Activation
-from .pallas_prep import CHUNK, LOG2_E, Tile, Tokens, _same_block, levels, log2_gate
+from .pallas_prep import (
+    CHUNK,
+    LEVELS,
+    LOG2_E,
+    TILE,
+    Team,
+    Tokens,
+    block_of,
+    first_level,
+    level_pairs,
+    log2_gate,
+    other_block,
+    since_block,
+    to_block_end,
+)
 from .pallas_scan import Reversed, Scanned
+
+
+# Warpgroups by head width: with 32 channels each nothing spills, and 16 warps hide each other's waits.
+WARPGROUPS = {128: 4, 64: 2}
 
 
 class Gradients(NamedTuple):
@@ -44,7 +63,7 @@ class Gradients(NamedTuple):
     beta_logit: jax.Array  # [H, N] float32
 
 
-def _gate_backward(raw: jax.Array, d_g: jax.Array, rate, bias, how: Activation) -> jax.Array:
+def _gate_backward(raw: jax.Array, rate, bias, d_g: jax.Array, how: Activation) -> jax.Array:
     """Cotangent of the raw gate from that of the log-decay."""
     if how.gate == "none":
         return d_g
@@ -53,6 +72,29 @@ def _gate_backward(raw: jax.Array, d_g: jax.Array, rate, bias, how: Activation) 
         return d_g * (-rate / (1.0 + jnp.exp2(z * -LOG2_E)))
     e = jnp.exp2(jnp.abs(z) * (rate * -LOG2_E))  # σ(1 − σ) = e / (1 + e)², even in z
     return d_g * (how.lower_bound * rate * e / ((1.0 + e) * (1.0 + e)))
+
+
+class _Scratch:
+    """The kernel's shared memory by name. Each stage sees it at addresses of its own.
+
+    Otherwise the compiler computes every address and descriptor of the kernel once, keeps them all in registers, and
+    spills the tiles: `zero` [1] holds a 0 that it cannot know and has to read again.
+    """
+
+    def __init__(self, scratch, zero):
+        self._scratch, self._zero = scratch, zero
+        self.move()
+
+    def move(self) -> None:
+        """To be called where a stage begins, and after a loop whose body called it."""
+        at = self._zero[0]
+        scratch = self._scratch
+        named = {**scratch["tiles"], **scratch["masks"], **scratch["pairs"], "sts": scratch["sts"]}
+        named |= dict(zip(("g_first", "g16"), scratch["gates"]))
+        named |= dict(zip(("ts", "order_s"), scratch["inverse"]))
+        dss, (gs, da_s, dn_s) = scratch["ends"]
+        named |= {"dss": dss, "gs": gs, "da_s": da_s, "dn_s": dn_s}
+        self.__dict__.update({name: ref.at[at] for name, ref in named.items()})
 
 
 def gradients(
@@ -73,51 +115,41 @@ def gradients(
 ) -> Gradients:
     """Run the kernel; arguments as in `prepare` and `reverse_scan`, `inverse` from `Prepared`."""
     n, heads, dim = q.shape
-    groups = dim // 64
+    groups = WARPGROUPS[dim]
+    width = dim // groups  # channels of a warpgroup
     kit = Kit(interpret)
-    wide, square = (CHUNK, 64), (CHUNK, CHUNK)
+    wide, square = (CHUNK, width), (CHUNK, CHUNK)
     slice_columns = CHUNK // groups
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
     bounded = how.gate == "lower_bound"
+    first = first_level(how)
 
-    def body(*refs):
-        q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g = refs[:12]
-        refs = refs[12:]
+    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
-        dq_g, dk_g, dv_g, dg_g, db_g, qs, ks, gs, g16, ts, dos, vcs, xs, sts, dss, da_s, dn_s, exchange, full, meet = refs
+        dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, full, late, meet = refs
+        s = _Scratch(scratch, zero_g)
         tile_i, h = lax.axis_index("t"), lax.axis_index("h")
-        wg = lax.axis_index("wg") if groups > 1 else 0
+        wg = lax.axis_index("wg")
+        team = Team(kit, wg, groups, width, meet)
+        mine, sync = team.mine, team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
-        mine = pl.ds(wg * 64, 64)
         part = pl.ds(wg * slice_columns, slice_columns)
 
-        def sync():
-            plgpu.commit_smem()
-            if groups > 1:
-                plgpu.barrier_arrive(meet)
-                plgpu.barrier_wait(meet)
-
-        def on_first(action):
-            if groups > 1:
-                pl.when(wg == 0)(action)
-            else:
-                action()
-
-        @on_first
+        @functools.partial(team.only, 0)
         def _():
             for i, (source, target) in enumerate(
                 (
-                    (g_g.at[tokens_i, h], gs),
-                    (q_g.at[tokens_i, h], qs),
-                    (k_g.at[tokens_i, h], ks),
-                    (t_g.at[h, tokens_i], ts),
-                    (dvc_g.at[h, tokens_i], xs),
-                    (vc_g.at[h, tokens_i], vcs),
-                    (do_g.at[tokens_i, h], dos),
-                    (st_g.at[h, tile_i], sts),
-                    (ds_g.at[h, tile_i], dss),
+                    (g_g.at[tokens_i, h], s.g_first),
+                    (q_g.at[tokens_i, h], s.qs),
+                    (k_g.at[tokens_i, h], s.ks),
+                    (t_g.at[h, tokens_i], s.ts),
+                    (dvc_g.at[h, tokens_i], s.xs),
+                    (vc_g.at[h, tokens_i], s.vcs),
+                    (do_g.at[tokens_i, h], s.dos),
+                    (st_g.at[h, tile_i], s.sts),
+                    (ds_g.at[h, tile_i], s.dss),
                 )
             ):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
@@ -128,6 +160,9 @@ def gradients(
 
         def row_vector(ref):
             return kit.load(ref, ROW, optimized=False)
+
+        def beta_row():
+            return row_vector(b_g.at[h, tokens_i])
 
         def exchanged(i):
             return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
@@ -140,7 +175,8 @@ def gradients(
         def flagged(x, row):
             return x if not marked else x * along_rows(row_vector(rows_g.at[row, tokens_i]), x.shape)
 
-        def allowed(mask, columns=CHUNK, offset=0):
+        def allowed(mask, columns, offset):
+            """`mask` without pairs of tokens of two documents."""
             if not marked:
                 return mask
             own = row_vector(rows_g.at[0, tokens_i])
@@ -151,166 +187,198 @@ def gradients(
             return kit.load(ref.at[:, mine]).astype(f32)
 
         def put(ref, value):
-            kit.store(ref.at[:, mine], value.astype(bf16))
+            kit.store(ref.at[:, mine], value.astype(ref.dtype))
 
-        be = row_vector(b_g.at[h, tokens_i])
-        beta_wide = along_rows(be, wide)
-        bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, mine], COLUMN, optimized=False)
-        rate_h = None if how.gate == "none" else rate_g[h]
-        tile = Tile(kit, g16.at[:, mine], 64, None)
+        def sums(mask_ref):
+            return kit.mm(wide, (mask_ref, s.g16.at[:, mine]))
+
+        def share_sums(shift):
+            masks = (s.since_s, since_block), (s.end_s, to_block_end), (s.other_s, other_block)
+            team.share(*((ref, team.ones_where(mask(shift))) for ref, mask in masks))
+
+        def share_order(mask):
+            """Tokens of the row's document that `mask` picks."""
+            team.share((s.order_s, lambda i, n: jnp.where(allowed(mask(*team.indices(n, i)), n, i), 1.0, 0.0)))
+
+        def share_pairs(mask):
+            def picked(ref):
+                def values(i, n):
+                    score = kit.load(ref.at[:, pl.ds(i, n)]).astype(f32)
+                    return jnp.where(mask(*team.indices(n, i)), score, 0.0)
+
+                return values
+
+            team.share((s.da_l, picked(s.da_s)), (s.dn_l, picked(s.dn_s)))
+
+        def gate_of(raw):
+            bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, mine], COLUMN, optimized=False)
+            return raw, None if how.gate == "none" else rate_g[h], bias_v
 
         # Gates and norms, as in `prepare`.
         arrived(0, 1, 2)
-        kit.store(g16.at[:, mine], real(log2_gate(real(tile_of(gs)), rate_h, bias_v, how)).astype(f16))
+        put(s.g16, real(log2_gate(*gate_of(real(tile_of(s.g_first))), how)))
         if how.qk_l2norm:
-            for i, ref in ((0, qs), (1, ks)):
+            for i, ref in ((0, s.qs), (1, s.ks)):
                 x = real(tile_of(ref))
                 exchange[i, wg] = jnp.sum(x * x, axis=1)
+        share_sums(LEVELS)
 
+        s.move()
         # X, and what each token's own V' says about its β.
         arrived(3, 4, 5)
-        x = kit.mm(wide, (kit.load(kit.t(ts)), xs.at[:, mine]))
-        exchange[2, wg] = jnp.sum(x * tile_of(vcs), axis=1)
-        put(xs, x)
+        x = kit.mm(wide, (kit.t(s.ts), s.xs.at[:, mine]))
+        exchange[2, wg] = jnp.sum(x * tile_of(s.vcs), axis=1)
+        put(s.xs, x)
         sync()
+        share_order(lambda r, c: r > c)
         norm_q = norm_k = None
         if how.qk_l2norm:
             norm_q = lax.rsqrt(exchanged(0) + L2_EPS)
             norm_k = lax.rsqrt(exchanged(1) + L2_EPS)
-        on_first(lambda: db_g.__setitem__((h, tokens_i), exchanged(2) * (1.0 - be)))
+        team.only(0, lambda: db_g.__setitem__((h, tokens_i), exchanged(2) * (1.0 - beta_row())))
 
         def q_tile():
-            x = real(tile_of(qs))
+            x = real(tile_of(s.qs))
             return x * (along_rows(norm_q * how.scale, wide) if how.qk_l2norm else how.scale)
 
         def k_tile():
-            x = real(tile_of(ks))
+            x = real(tile_of(s.ks))
             return x * along_rows(norm_k, wide) if how.qk_l2norm else x
 
+        s.move()
         # Scores.
         arrived(6, 7, 8)
         offset = wg * slice_columns
         part_shape = (CHUNK, slice_columns)
-        r, c = tile.rows_columns(slice_columns, offset)
-        d_a = kit.mm(part_shape, (dos, kit.t(vcs.at[part])))
-        kit.store(da_s.at[:, part], jnp.where(allowed(r >= c, slice_columns, offset), d_a, 0.0).astype(bf16))
-        d_n = kit.mm(part_shape, (xs, kit.t(vcs.at[part]))) * along_rows(-be, part_shape)
-        kit.store(dn_s.at[:, part], jnp.where(allowed(r > c, slice_columns, offset), d_n, 0.0).astype(bf16))
+        r, c = team.indices(slice_columns, offset)
+        d_a = kit.mm(part_shape, (s.dos, kit.t(s.vcs.at[part])))
+        exchange[3, wg] = jnp.sum(jnp.where(r == c, d_a, 0.0), axis=1)
+        d_a = jnp.where(allowed(r > c, slice_columns, offset), d_a, 0.0).astype(bf16)
+        d_n = kit.mm(part_shape, (s.xs, kit.t(s.vcs.at[part]))) * along_rows(-beta_row(), part_shape)
+        d_n = jnp.where(allowed(r > c, slice_columns, offset), d_n, 0.0).astype(bf16)
 
+        s.move()
         # Through the states.
-        as_writer = kit.mm(wide, (vcs, dss.at[:, mine]))
-        rows_q = flagged(kit.mm(wide, (dos, sts.at[:, mine])), 2)
-        rows_k = flagged(kit.mm(wide, (xs, sts.at[:, mine])) * -beta_wide, 2)
-        for i in range(groups):
-            some = pl.ds(i * 64, 64)
-            product = kit.load(sts.at[some, mine]).astype(f32) * kit.load(dss.at[some, mine]).astype(f32)
-            kit.store(sts.at[some, mine], product.astype(bf16))
-        sync()  # dO, V' and dS have been read: their tiles now hold operands of the sums over pairs
-        op_k, op_q, op_c = dos, vcs, dss.at[pl.ds(0, CHUNK)]
-        put(xs, tile_of(xs) * beta_wide)
+        rows_q = flagged(kit.mm(wide, (s.dos, s.sts.at[:, mine])), 2)
+        rows_k = flagged(kit.mm(wide, (s.xs, s.sts.at[:, mine])) * along_rows(-beta_row(), wide), 2)
+        writer = kit.mm(wide, (s.vcs, s.dss.at[:, mine]))
+        for i in range(0, dim, 64):
+            some = pl.ds(i, 64)
+            product = kit.load(s.sts.at[some, mine]).astype(f32) * kit.load(s.dss.at[some, mine]).astype(f32)
+            kit.store(s.sts.at[some, mine], product.astype(bf16))
+        sync()  # dO, V' and dS have been read: their tiles are free
+        kit.store(s.da_s.at[:, part], d_a)
+        kit.store(s.dn_s.at[:, part], d_n)
+        team.only(0, lambda: plgpu.copy_gmem_to_smem(g_g.at[tokens_i, h], s.gs, late))
+        put(s.xs, tile_of(s.xs) * along_rows(beta_row(), wide))
 
-        def exact_sums(mask, value):
-            """Σ over tokens of float32 values, as a high and a low half."""
+        def exact_sums(value):
+            """Σ of float32 values over the tokens that `s.order_s` picks, as a high and a low half."""
             high = value.astype(bf16)
-            kit.store(op_c.at[:, mine], high)
-            put(op_q, value - high.astype(f32))
+            kit.store(s.dos.at[:, mine], high)
+            put(s.vcs, value - high.astype(f32))
             plgpu.commit_smem()
-            ones = jnp.where(mask, 1.0, 0.0).astype(bf16)
-            return kit.mm(wide, (ones, op_c.at[:, mine]), (ones, op_q.at[:, mine]))
+            return kit.mm(wide, (s.order_s, s.dos.at[:, mine]), (s.order_s, s.vcs.at[:, mine]))
 
-        r, c = tile.rows_columns()
-        as_writer = flagged(as_writer * jnp.exp2(tile.to_block_end(CHUNK)), 3)
-        d_g = exact_sums(allowed(r > c), k_tile() * as_writer)
-        ones = jnp.where(r >= 0, 1.0, 0.0).astype(bf16)
-        through = kit.mm(wide, *((ones, sts.at[pl.ds(i * 64, 64), mine]) for i in range(groups)))
-        through = through * jnp.exp2(tile.sums(r >= 0))
-        if marked:
-            through = through * keeps_g[tile_i]
-        d_g = d_g + through
+        s.move()
+        after = sums(s.end_s)
+        writer = flagged(writer * jnp.exp2(after), 3)
+        d_g = exact_sums(k_tile() * writer)
+        ones = kit.full(square, 1.0, bf16)
+        s.move()
+        through = kit.mm(wide, *((ones, s.sts.at[pl.ds(i, 64), mine]) for i in range(0, dim, 64)))
+        through = through * jnp.exp2(after + sums(s.since_s))
+        d_g = d_g + (through * keeps_g[tile_i] if marked else through)
+        sync()
+        share_order(lambda r, c: c >= r)
 
         # Sums over pairs, from the largest blocks down.
-        def picked(ref, mask):
-            return jnp.where(mask, kit.load(ref).astype(f32), 0.0).astype(bf16)
-
-        def add_pairs(rows_q, rows_k, columns, mask, mask_t):
-            plgpu.commit_smem()
-            rows_q = plus(rows_q, (picked(da_s, mask), op_c.at[:, mine]))
-            rows_k = plus(rows_k, (picked(dn_s, mask), op_c.at[:, mine]))
-            as_rows = (picked(kit.t(da_s), mask_t), op_q.at[:, mine]), (picked(kit.t(dn_s), mask_t), op_k.at[:, mine])
-            return rows_q, rows_k, plus(columns, *as_rows)
-
-        def plus(before, *pairs):
-            return kit.mm(wide, *pairs) if before is None else kit.mm_acc(before, *pairs)
-
-        columns = None
-        for size in reversed(levels(how)):
-            factor, odd = jnp.exp2(tile.other_block(size)), tile.odd(size)
+        def level(i, gathered):
+            rows_q, rows_k, columns = gathered
+            s.move()
+            shift = LEVELS - 1 - i
+            share_sums(shift)
+            share_pairs(level_pairs(shift))
+            sync()
+            factor, odd = jnp.exp2(sums(s.other_s)), team.odd(shift)
             rows_factor = jnp.where(odd, factor, 1.0)
-            rows_q, rows_k = rows_q * rows_factor, rows_k * rows_factor
-            if columns is not None:
-                columns = columns * jnp.where(odd, 1.0, factor)
-            since = jnp.exp2(tile.since_block(size))
-            put(op_q, q_tile() * since)
-            put(op_k, k_tile() * since)
-            put(op_c, k_tile() * jnp.exp2(tile.to_block_end(size)))
-            r, c = tile.rows_columns()
-            mask_t = (lax.rem(lax.div(c, jnp.int32(size)), jnp.int32(2)) == 1) & (
-                lax.div(r, jnp.int32(size)) + 1 == lax.div(c, jnp.int32(size))
-            )
-            rows_q, rows_k, columns = add_pairs(rows_q, rows_k, columns, tile.pairs(size, CHUNK), mask_t)
-        since = tile.since_block(levels(how)[0])
-        up = jnp.exp2(since)
-        rows_q, rows_k = rows_q * up, rows_k * up
-        if bounded:
-            columns = columns * jnp.exp2(tile.to_block_end(16))
+            columns = columns * jnp.where(odd, 1.0, factor)
+            put(s.dos, k_tile() * jnp.exp2(sums(s.end_s)))
+            plgpu.commit_smem()
+            rows_q = kit.mm_acc(rows_q * rows_factor, (s.da_l, s.dos.at[:, mine]))
+            rows_k = kit.mm_acc(rows_k * rows_factor, (s.dn_l, s.dos.at[:, mine]))
+            columns = add_columns(columns, jnp.exp2(sums(s.since_s)))
+            sync()
+            return rows_q, rows_k, columns
 
-        # The gate's share; what is left has no decay beyond its block of 16, or none.
-        kn = k_tile()
-        r, c = tile.rows_columns()
-        d_g = d_g + exact_sums(allowed(c >= r), q_tile() * rows_q + kn * (rows_k - columns))
-        d_k = rows_k + columns + as_writer
-        if bounded:
-            down = jnp.exp2(-since)
-            put(op_q, q_tile() * up)
-            put(op_k, k_tile() * up)
-            put(op_c, k_tile() * down)
-            r, c = tile.rows_columns()
-            same = _same_block(r, c, 16)
-            row_q, row_k, column = add_pairs(None, None, None, same & (r > c), same & (c > r))
-            row_q, row_k, column = row_q * up, row_k * up, column * down
-            r, c = tile.rows_columns()
-            within = allowed(_same_block(r, c, 16) & (c >= r))
-            d_g = d_g + exact_sums(within, q_tile() * row_q + k_tile() * (row_k - column))
-            rows_q, d_k = rows_q + row_q, d_k + row_k + column
-        d_raw = real(_gate_backward(real(tile_of(gs)), d_g, rate_h, bias_v, how))
-        kit.store(gs.at[:, mine], d_raw.astype(g.dtype))
-        r, c = tile.rows_columns()
-        itself = along_rows(jnp.sum(jnp.where(r == c, kit.load(da_s).astype(f32), 0.0), axis=1), wide)
-        kn = k_tile()
-        rows_q, d_k = rows_q + kn * itself, d_k + q_tile() * itself
+        def add_columns(columns, up):
+            put(s.dos, q_tile() * up)
+            put(s.vcs, k_tile() * up)
+            plgpu.commit_smem()
+            return kit.mm_acc(columns, (kit.t(s.da_l), s.dos.at[:, mine]), (kit.t(s.dn_l), s.vcs.at[:, mine]))
 
+        gathered = (rows_q, rows_k, kit.full(wide, 0.0, f32))
+        rows_q, rows_k, columns = lax.fori_loop(0, LEVELS - first, level, gathered)
+        s.move()
+        since = sums(s.since_s)
+        rows_q, rows_k = rows_q * jnp.exp2(since), rows_k * jnp.exp2(since)
+        columns = columns * jnp.exp2(sums(s.end_s))
+        d_g = d_g + exact_sums(q_tile() * rows_q + k_tile() * (rows_k - columns))
+        d_k = rows_k + columns + writer
+        s.move()
+        if bounded:
+            share_pairs(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (r > c))
+            sync()
+            share_order(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (c >= r))
+            put(s.dos, k_tile() * jnp.exp2(-since))
+            plgpu.commit_smem()
+            up = jnp.exp2(since)
+            within_q = kit.mm(wide, (s.da_l, s.dos.at[:, mine])) * up
+            within_k = kit.mm(wide, (s.dn_l, s.dos.at[:, mine])) * up
+            column = add_columns(kit.full(wide, 0.0, f32), up) * jnp.exp2(-since)
+            sync()
+            d_g = d_g + exact_sums(q_tile() * within_q + k_tile() * (within_k - column))
+            rows_q, d_k = rows_q + within_q, d_k + within_k + column
+        s.move()
+        plgpu.barrier_wait(late)
+        d_raw = real(_gate_backward(*gate_of(real(tile_of(s.gs))), d_g, how))
+        put(s.gs, d_raw)
+
+        # A token's pair with itself has no decay in it.
+        itself = along_rows(exchanged(3), wide)
+        rows_q, d_k = rows_q + k_tile() * itself, d_k + q_tile() * itself
+
+        s.move()
         # Norms.
         if how.qk_l2norm:
-            exchange[3, wg] = jnp.sum(q_tile() * rows_q, axis=1)
-            exchange[4, wg] = jnp.sum(kn * d_k, axis=1)
+            exchange[4, wg] = jnp.sum(q_tile() * rows_q, axis=1)
+            exchange[5, wg] = jnp.sum(k_tile() * d_k, axis=1)
             sync()
-            d_k = (d_k - kn * along_rows(exchanged(4), wide)) * along_rows(norm_k, wide)
-            unit_q = real(tile_of(qs)) * along_rows(norm_q, wide)
-            d_q = (rows_q * how.scale - unit_q * along_rows(exchanged(3), wide)) * along_rows(norm_q, wide)
+            d_k = (d_k - k_tile() * along_rows(exchanged(5), wide)) * along_rows(norm_k, wide)
+            unit_q = real(tile_of(s.qs)) * along_rows(norm_q, wide)
+            d_q = (rows_q * how.scale - unit_q * along_rows(exchanged(4), wide)) * along_rows(norm_q, wide)
         else:
             d_q = rows_q * how.scale
-        put(qs, real(d_q))
-        put(ks, real(d_k))
+        put(s.qs, real(d_q))
+        put(s.ks, real(d_k))
         sync()
 
-        @on_first
+        @functools.partial(team.only, 0)
         def _():
-            for source, target in ((qs, dq_g), (ks, dk_g), (xs, dv_g), (gs, dg_g)):
+            for source, target in ((s.qs, dq_g), (s.ks, dk_g), (s.xs, dv_g), (s.gs, dg_g)):
                 plgpu.copy_smem_to_gmem(source, target.at[tokens_i, h])
             plgpu.wait_smem_to_gmem(0)
 
     def tokens_like(dtype):
         return jax.ShapeDtypeStruct((n, heads, dim), dtype)
+
+    tile = smem((1, CHUNK, dim), bf16, width)
+    gate_tile = smem((1, CHUNK, dim), g.dtype, width)
+    states = smem((1, dim, dim), bf16, width)
+    scores = smem((1, *square), bf16, slice_columns)
+
+    def mask(dtype):
+        return smem((1, *square), dtype, width)
 
     kernel = kit.kernel(
         body,
@@ -320,19 +388,22 @@ def gradients(
         num_threads=groups,
         thread_name="wg",
         scratch_types=[
-            *[smem((CHUNK, dim), bf16)] * 2,
-            smem((CHUNK, dim), g.dtype, 64),
-            smem((CHUNK, dim), f16),
-            smem(square, bf16),
-            *[smem((CHUNK, dim), bf16)] * 3,
-            *[smem((dim, dim), bf16)] * 2,
-            *[smem(square, bf16, slice_columns)] * 2,
-            plgpu.SMEM((5, groups, CHUNK), f32),
+            {
+                "tiles": {name: tile for name in ("qs", "ks", "dos", "vcs", "xs")},
+                "sts": states,
+                "masks": {name: mask(f16) for name in ("since_s", "end_s", "other_s")},
+                "pairs": {name: mask(bf16) for name in ("da_l", "dn_l")},
+                "gates": plgpu.RefUnion(gate_tile, smem((1, CHUNK, dim), f16, width)),
+                "inverse": plgpu.RefUnion(mask(bf16), mask(bf16)),
+                "ends": plgpu.RefUnion(states, [gate_tile, scores, scores]),
+            },
+            plgpu.SMEM((6, groups, CHUNK), f32),
             plgpu.Barrier(num_barriers=9),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=groups),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=4096),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
-    states = (forward.corrected, backward.corrected, forward.states, backward.states)
-    return Gradients(*kernel(q, k, g, beta, rate, bias, inverse, d_o, *states, *marks))
+    scanned = (forward.corrected, backward.corrected, forward.states, backward.states)
+    return Gradients(*kernel(q, k, g, beta, rate, bias, jnp.zeros(1, jnp.int32), inverse, d_o, *scanned, *marks))

@@ -20,6 +20,7 @@ One thread of control is one warpgroup; each owns 64 of the K channels.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -33,9 +34,15 @@ from k3jax.ops.mosaic import COLUMN, ROW, Kit, along_columns, along_rows, smem
 from .gates import L2_EPS, Activation
 
 CHUNK = 64
+LEVELS = 6  # log2 of the chunk
+TILE = 4  # log2 of the largest block that one anchor may serve under a gate bounded by -5
 LOG2_E = 1.4426950408889634
 # e^-100 is 0 in what it multiplies; a steeper decay would only take the digits of the sums that it enters.
 STEEPEST = -100.0 * LOG2_E
+
+
+# By head width: warpgroups that share a tile, and tiles of a program.
+PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
 
 
 class Tokens(NamedTuple):
@@ -61,9 +68,9 @@ class Prepared(NamedTuple):
     inverse: jax.Array  # [H, N, 64], T
 
 
-def levels(how: Activation) -> tuple[int, ...]:
-    """Block sizes of the levels; those under 16 replace the product over diagonal blocks of 16."""
-    return (16, 32) if how.gate == "lower_bound" else (1, 2, 4, 8, 16, 32)
+def first_level(how: Activation) -> int:
+    """log2 of the smallest blocks: under 16, levels replace the product over diagonal blocks of 16."""
+    return TILE if how.gate == "lower_bound" else 0
 
 
 def log2_gate(raw: jax.Array, rate: jax.Array, bias: jax.Array | None, how: Activation) -> jax.Array:
@@ -77,74 +84,99 @@ def log2_gate(raw: jax.Array, rate: jax.Array, bias: jax.Array | None, how: Acti
     return jnp.maximum(-rate * softplus, STEEPEST)
 
 
-class Tile:
-    """Masks and decay sums of one 64-token tile, for one warpgroup's channels."""
+def block_of(i: jax.Array, shift) -> jax.Array:
+    """Index of the block of 2^shift tokens that a token lies in."""
+    return lax.shift_right_logical(i, lax.broadcast(jnp.int32(shift), i.shape))
 
-    def __init__(self, kit: Kit, gates, channels: int, documents: tuple | None):
-        self.kit, self.gates, self.shape, self.documents = kit, gates, (CHUNK, channels), documents
 
-    def rows_columns(self, columns: int = CHUNK, offset=0) -> tuple[jax.Array, jax.Array]:
+def is_odd(i: jax.Array) -> jax.Array:
+    return (i & 1) == 1
+
+
+def since_block(shift):
+    """Mask of the tokens from the start of the row's block of 2^shift tokens to the row, inclusive."""
+    return lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (r >= c)
+
+
+def to_block_end(shift):
+    """Mask of the tokens after the row, to the end of its block."""
+    return lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (c > r)
+
+
+def other_block(shift):
+    """Mask of the block that its level pairs with the row's."""
+    return lambda r, c: (block_of(r, shift) ^ 1) == block_of(c, shift)
+
+
+def level_pairs(shift):
+    """Mask of the (row, column) pairs of a level."""
+    return lambda r, c: is_odd(block_of(r, shift)) & (block_of(c, shift) + 1 == block_of(r, shift))
+
+
+class Team:
+    """The warpgroups that share a tile. Each owns `width` channels; masks in shared memory are built in halves.
+
+    Masks are matrices of zeros and ones that wgmma reads from shared memory: kept in registers, they would leave no room
+    for anything else.
+    """
+
+    def __init__(self, kit: Kit, wg, groups: int, width: int, meet):
+        self.kit, self.wg, self.groups, self.width, self.meet = kit, wg, groups, width, meet
+        self.mine = pl.ds(wg * width, width)
+
+    def sync(self) -> None:
+        """What each has written to shared memory is there for all, and for copies and wgmma."""
+        plgpu.commit_smem()
+        if self.groups > 1:
+            plgpu.barrier_arrive(self.meet)
+            plgpu.barrier_wait(self.meet)
+
+    def only(self, wg: int, action) -> None:
+        pl.when(self.wg == wg)(action) if self.groups > 1 else action()
+
+    def indices(self, columns: int, offset=0) -> tuple[jax.Array, jax.Array]:
         shape = (CHUNK, columns)
         return self.kit.iota(shape, 0), self.kit.iota(shape, 1) + offset
 
-    def odd(self, size: int) -> jax.Array:
-        """[64, channels]: rows in odd blocks of `size` tokens."""
-        return lax.rem(lax.div(self.kit.iota(self.shape, 0), jnp.int32(size)), jnp.int32(2)) == 1
+    def share(self, *jobs) -> None:
+        """Fill [64, 64] tiles: jobs (tile, values), with values(first column, number of columns) an array."""
+        halves = [(ref, values, i) for ref, values in jobs for i in range(0, CHUNK, self.width)]
+        for j, (ref, values, i) in enumerate(halves):
 
-    def sums(self, mask: jax.Array) -> jax.Array:
-        """Σ over the tokens that `mask` [64, 64] picks for each row."""
-        return self.kit.mm(self.shape, (jnp.where(mask, 1.0, 0.0).astype(jnp.float16), self.gates))
+            def fill(ref=ref, values=values, i=i):
+                part = ref.at[:, pl.ds(i, self.width)]
+                self.kit.store(part, values(i, self.width).astype(ref.dtype))
 
-    def since_block(self, size: int) -> jax.Array:
-        """From the start of the row's block of `size` tokens to the row, inclusive."""
-        r, c = self.rows_columns()
-        return self.sums(_same_block(r, c, size) & (r >= c))
+            self.only(j % self.groups, fill)
 
-    def to_block_end(self, size: int) -> jax.Array:
-        """From the token after the row to the end of its block."""
-        r, c = self.rows_columns()
-        return self.sums(_same_block(r, c, size) & (c > r))
+    def ones_where(self, mask):
+        """Values for `share`: 1 where mask(row, column)."""
+        return lambda i, columns: jnp.where(mask(*self.indices(columns, i)), 1.0, 0.0)
 
-    def other_block(self, size: int) -> jax.Array:
-        """The whole block of `size` tokens that level `size` pairs with the row's."""
-        r, c = self.rows_columns()
-        rb, cb = lax.div(r, jnp.int32(size)), lax.div(c, jnp.int32(size))
-        is_odd = lax.rem(rb, jnp.int32(2)) == 1
-        return self.sums(jnp.where(is_odd, cb + 1, cb - 1) == rb)
-
-    def pairs(self, size: int, columns: int, offset=0) -> jax.Array:
-        """[64, columns]: the (row, column) pairs of level `size`."""
-        r, c = self.rows_columns(columns, offset)
-        rb, cb = lax.div(r, jnp.int32(size)), lax.div(c, jnp.int32(size))
-        return (lax.rem(rb, jnp.int32(2)) == 1) & (cb + 1 == rb)
-
-
-def _same_block(r: jax.Array, c: jax.Array, size: int) -> jax.Array:
-    if size == CHUNK:
-        return r >= 0
-    return lax.div(r, jnp.int32(size)) == lax.div(c, jnp.int32(size))
+    def odd(self, shift) -> jax.Array:
+        """[64, width]: rows in odd blocks of 2^shift tokens."""
+        return is_odd(block_of(self.kit.iota((CHUNK, self.width), 0), shift))
 
 
 def inverse(kit: Kit, m_ref, work, out) -> None:
     """`out` ← (I + M)⁻¹ in bfloat16 for strictly lower triangular M [64, 64] float16, by one warpgroup."""
     shape = (CHUNK, CHUNK)
 
-    def block(size: int) -> jax.Array:
-        r, c = kit.iota(shape, 0), kit.iota(shape, 1)
-        rb, cb = lax.div(r, jnp.int32(size)), lax.div(c, jnp.int32(size))
-        pairs = (lax.rem(rb, jnp.int32(2)) == 1) & (cb + 1 == rb)
+    def block(shift) -> jax.Array:
+        pairs = level_pairs(shift)(kit.iota(shape, 0), kit.iota(shape, 1))
         return jnp.where(pairs, kit.load(m_ref).astype(jnp.float32), 0.0)
 
-    t = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0) - block(1)
-    for size in (2, 4, 8, 16, 32):
+    def merge(shift, t):
         t16 = t.astype(jnp.float16)
         kit.store(work, t16)
         plgpu.commit_smem()
-        y = kit.mm(shape, (block(size).astype(jnp.float16), work))
+        y = kit.mm(shape, (block(shift).astype(jnp.float16), work))
         kit.store(work, y.astype(jnp.float16))
         plgpu.commit_smem()
-        t = kit.mm_acc(t, (-t16, work))
-    kit.store(out, t.astype(jnp.bfloat16))
+        return kit.mm_acc(t, (-t16, work))
+
+    t = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0) - block(0)
+    kit.store(out, lax.fori_loop(1, LEVELS, merge, t).astype(jnp.bfloat16))
 
 
 def prepare(
@@ -168,47 +200,61 @@ def prepare(
       rate: [H] float32, e^A_log (ignored without a gate). bias: [H, K] float32.
     """
     n, heads, dim = q.shape
-    groups = dim // 64  # warpgroups
+    groups, tiles = PREPARE_TEAM[dim]
+    width = dim // groups
+    count = n // CHUNK * heads
     kit = Kit(interpret)
-    wide, square = (CHUNK, 64), (CHUNK, CHUNK)
+    wide, square = (CHUNK, width), (CHUNK, CHUNK)
     slice_columns = CHUNK // groups  # columns of the score matrices that a warpgroup computes
+    scores_shape = (CHUNK, slice_columns)
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
+    bounded = how.gate == "lower_bound"
+    first = first_level(how)
 
     def body(*refs):
-        q_g, k_g, v_g, g_g, b_g, rate_g, bias_g = refs[:7]
-        refs = refs[7:]
+        program, thread = lax.axis_index("p"), lax.axis_index("wg")
+        slot, wg = lax.div(thread, jnp.int32(groups)), lax.rem(thread, jnp.int32(groups))
+        index = program * tiles + slot
+        pl.when(index < count)(lambda: one_tile(index, slot, wg, *refs))
+
+    def one_tile(index, slot, wg, q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
-        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, qs, ks, xs, vs, gs, g16, a_s, m_s, work, t_s, exchange, full, meet = refs
-        tile_i, h = lax.axis_index("t"), lax.axis_index("h")
-        wg = lax.axis_index("wg") if groups > 1 else 0
+        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, *refs = refs
+        *tiles_s, gates, masks_0, masks_1, masks_2, exchange, full, meet = refs
+        qs, ks, xs, vs = (ref.at[slot] for ref in tiles_s)
+        g_raw, g16 = (ref.at[slot] for ref in gates)
+        since_s, a_s = (ref.at[slot] for ref in masks_0)
+        end_s, m_s = (ref.at[slot] for ref in masks_1)
+        other_s, work, t_s = (ref.at[slot] for ref in masks_2)
+        exchange, meet = exchange.at[slot], meet.at[slot]
+        full = [full.at[slot * 4 + i] for i in range(4)]
+        tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+        team = Team(kit, wg, groups, width, meet)
+        mine, sync = team.mine, team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
-        mine = pl.ds(wg * 64, 64)
         part = pl.ds(wg * slice_columns, slice_columns)
 
-        def sync():
-            plgpu.commit_smem()
-            if groups > 1:
-                plgpu.barrier_arrive(meet)
-                plgpu.barrier_wait(meet)
-
-        def on_first(action):
-            if groups > 1:
-                pl.when(wg == 0)(action)
-            else:
-                action()
-
-        @on_first
+        @functools.partial(team.only, 0)
         def _():
-            for i, (source, target) in enumerate(((g_g, gs), (q_g, qs), (k_g, ks), (v_g, vs))):
-                plgpu.copy_gmem_to_smem(source.at[tokens_i, h], target, full.at[i])
+            for i, (source, target) in enumerate(((g_g, g_raw), (q_g, qs), (k_g, ks), (v_g, vs))):
+                plgpu.copy_gmem_to_smem(source.at[tokens_i, h], target, full[i])
 
         def row_vector(ref):
             return kit.load(ref, ROW, optimized=False)
 
-        be = row_vector(b_g.at[h, tokens_i])
-        documents = row_vector(rows_g.at[0, tokens_i]) if marked else None
+        def exchanged(i):
+            return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
+
+        def tile_of(ref):
+            return kit.load(ref.at[:, mine]).astype(f32)
+
+        def put(ref, value):
+            kit.store(ref.at[:, mine], value.astype(ref.dtype))
+
+        def sums(mask_ref):
+            return kit.mm(wide, (mask_ref, g16.at[:, mine]))
 
         def real(x):
             if not marked:
@@ -219,123 +265,111 @@ def prepare(
             """`mask` without pairs of tokens of two documents."""
             if not marked:
                 return mask
+            own = row_vector(rows_g.at[0, tokens_i])
             other = kit.load(rows_g.at[0, pl.ds(tile_i * CHUNK + offset, columns)], COLUMN, optimized=False)
-            return mask & (along_rows(documents, mask.shape) == along_columns(other, mask.shape))
+            return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
-        tile = Tile(kit, g16.at[:, mine], 64, None)
-
-        # Gates.
-        plgpu.barrier_wait(full.at[0])
+        # Gates, and each warpgroup's share of the norms.
+        plgpu.barrier_wait(full[0])
         bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, mine], COLUMN, optimized=False)
         rate_h = None if how.gate == "none" else rate_g[h]
-        raw = real(kit.load(gs.at[:, mine]).astype(f32))
-        kit.store(g16.at[:, mine], real(log2_gate(raw, rate_h, bias_v, how)).astype(f16))
-        on_first(lambda: kit.store(work, jnp.where(kit.iota(square, 0) >= 0, 1.0, 0.0).astype(f16)))
-
-        # Norms: each warpgroup sums over its channels.
-        plgpu.barrier_wait(full.at[1])
-        plgpu.barrier_wait(full.at[2])
-        x = real(kit.load(qs.at[:, mine]).astype(f32))
-        y = real(kit.load(ks.at[:, mine]).astype(f32))
+        put(g16, real(log2_gate(real(tile_of(g_raw)), rate_h, bias_v, how)))
+        team.share(
+            (since_s, team.ones_where(since_block(first))),
+            (end_s, team.ones_where(to_block_end(first))),
+            (other_s, team.ones_where(lambda r, c: r >= 0)),
+        )
+        plgpu.barrier_wait(full[1])
+        plgpu.barrier_wait(full[2])
+        x, y = real(tile_of(qs)), real(tile_of(ks))
         if how.qk_l2norm:
             exchange[0, wg] = jnp.sum(x * x, axis=1)
             exchange[1, wg] = jnp.sum(y * y, axis=1)
         sync()
         if how.qk_l2norm:
-            totals = [
-                sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
-                for i in range(2)
-            ]
-            x = x * along_rows(lax.rsqrt(totals[0] + L2_EPS) * how.scale, wide)
-            y = y * along_rows(lax.rsqrt(totals[1] + L2_EPS), wide)
+            x = x * along_rows(lax.rsqrt(exchanged(0) + L2_EPS) * how.scale, wide)
+            y = y * along_rows(lax.rsqrt(exchanged(1) + L2_EPS), wide)
         else:
             x = x * how.scale
 
-        # Decay over the chunk: channels as rows, so that it is one value a row.
-        total = kit.mm((64, 8), (kit.t(g16.at[:, mine]), kit.t(work.at[pl.ds(0, 8)])))
-        decay = jnp.exp2(jnp.max(total, axis=1))
-        if marked:
-            decay = decay * keeps_g[tile_i]
-        decay_g[h, tile_i, mine] = decay
+        # Decay over the chunk: with channels as rows it is one value a row.
+        @pl.when(wg < dim // 64)
+        def _():
+            channels = pl.ds(wg * 64, 64)
+            total = kit.mm((64, 8), (kit.t(g16.at[:, channels]), kit.t(other_s.at[pl.ds(0, 8)])))
+            decay = jnp.exp2(jnp.max(total, axis=1))
+            decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
 
         # Scores, level by level.
-        def scores(columns_ref):
-            other = kit.t(columns_ref.at[part])
-            return kit.mm((CHUNK, slice_columns), (qs, other)), kit.mm((CHUNK, slice_columns), (ks, other))
+        def scores():
+            other = kit.t(xs.at[part])
+            return kit.mm(scores_shape, (qs, other)), kit.mm(scores_shape, (ks, other))
 
         offset = wg * slice_columns
-        zeros = (CHUNK, slice_columns)
-        if how.gate == "lower_bound":
-            since = tile.since_block(16)
-            up = jnp.exp2(since)
-            kit.store(qs.at[:, mine], (x * up).astype(bf16))
-            kit.store(ks.at[:, mine], (y * up).astype(bf16))
-            kit.store(xs.at[:, mine], (y * jnp.exp2(-since)).astype(bf16))
-            sync()
-            sq, sk = scores(xs)
-            r, c = tile.rows_columns(slice_columns, offset)
-            same = allowed(_same_block(r, c, 16), slice_columns, offset)
-            a = jnp.where(same & (r >= c), sq, 0.0)
-            m = jnp.where(same & (r > c), sk, 0.0)
-            first = 16
-            sync()  # both warpgroups have read the operands
+        since = sums(since_s)
+        up = jnp.exp2(since)
+        put(qs, x * up)
+        put(ks, y * up)
+        if bounded:
+            put(xs, y * jnp.exp2(-since))
         else:
-            r, c = tile.rows_columns(slice_columns, offset)
-            # exchange rows 2: ⟨Q_i, k_i⟩, the pairs that no level has
-            exchange[2, wg] = jnp.sum(x * y, axis=1)
-            up = jnp.exp2(tile.since_block(1))
-            kit.store(qs.at[:, mine], (x * up).astype(bf16))
-            kit.store(ks.at[:, mine], (y * up).astype(bf16))
+            exchange[2, wg] = jnp.sum(x * y, axis=1)  # a token's pair with itself, which no level has
+        sync()
+        team.share((other_s, team.ones_where(other_block(first))))
+        r, c = team.indices(slice_columns, offset)
+        if bounded:
+            sq, sk = scores()
+            same = allowed(block_of(r, TILE) == block_of(c, TILE), slice_columns, offset)
+            a, m = jnp.where(same & (r >= c), sq, 0.0), jnp.where(same & (r > c), sk, 0.0)
+            sync()  # all have read the operands
+        else:
+            a = jnp.where(r == c, along_rows(exchanged(2), scores_shape), 0.0)
+            m = a * 0.0
+        put(xs, y * jnp.exp2(sums(end_s)))
+
+        def level(shift, scores_so_far):
+            a, m = scores_so_far
             sync()
-            diagonal = sum((row_vector(exchange.at[2, j]) for j in range(1, groups)), row_vector(exchange.at[2, 0]))
-            a = jnp.where(r == c, along_rows(diagonal, zeros), 0.0)
-            m = jnp.where(r == c, 0.0, 0.0)
-            first = 1
-        for size in levels(how):
-            if size == first:
-                kit.store(xs.at[:, mine], (y * jnp.exp2(tile.to_block_end(size))).astype(bf16))
-            sync()
-            sq, sk = scores(xs)
-            pairs = allowed(tile.pairs(size, slice_columns, offset), slice_columns, offset)
-            a = a + jnp.where(pairs, sq, 0.0)
-            m = m + jnp.where(pairs, sk, 0.0)
-            factor = jnp.exp2(tile.other_block(size))
-            odd = tile.odd(size)
-            sync()  # both warpgroups have read the operands
+            sq, sk = scores()
+            pairs = allowed(level_pairs(shift)(*team.indices(slice_columns, offset)), slice_columns, offset)
+            factor, odd = jnp.exp2(sums(other_s)), team.odd(shift)
+            sync()  # all have read the operands
+            team.share((other_s, team.ones_where(other_block(shift + 1))))
             rows_factor = jnp.where(odd, factor, 1.0)
-            kit.store(qs.at[:, mine], (kit.load(qs.at[:, mine]).astype(f32) * rows_factor).astype(bf16))
-            kit.store(ks.at[:, mine], (kit.load(ks.at[:, mine]).astype(f32) * rows_factor).astype(bf16))
-            kept = kit.load(xs.at[:, mine]).astype(f32)
-            kit.store(xs.at[:, mine], (kept * jnp.where(odd, 1.0, factor)).astype(bf16))
+            put(qs, tile_of(qs) * rows_factor)
+            put(ks, tile_of(ks) * rows_factor)
+            put(xs, tile_of(xs) * jnp.where(odd, 1.0, factor))
+            return a + jnp.where(pairs, sq, 0.0), m + jnp.where(pairs, sk, 0.0)
+
+        a, m = lax.fori_loop(first, LEVELS, level, (a, m))
+        be = row_vector(b_g.at[h, tokens_i])
         kit.store(a_s.at[:, part], a.astype(bf16))
-        kit.store(m_s.at[:, part], (m * along_rows(be, zeros)).astype(f16))
+        kit.store(m_s.at[:, part], (m * along_rows(be, scores_shape)).astype(f16))
         if marked:
             reads = along_rows(row_vector(rows_g.at[2, tokens_i]), wide)
             writes = along_rows(row_vector(rows_g.at[3, tokens_i]), wide)
-            kit.store(qs.at[:, mine], (kit.load(qs.at[:, mine]).astype(f32) * reads).astype(bf16))
-            kit.store(ks.at[:, mine], (kit.load(ks.at[:, mine]).astype(f32) * reads).astype(bf16))
-            kit.store(xs.at[:, mine], (kit.load(xs.at[:, mine]).astype(f32) * writes).astype(bf16))
+            put(qs, tile_of(qs) * reads)
+            put(ks, tile_of(ks) * reads)
+            put(xs, tile_of(xs) * writes)
         sync()
 
-        @on_first
+        @functools.partial(team.only, 0)
         def _():
             plgpu.copy_smem_to_gmem(qs, qo_g.at[h, tokens_i])
             plgpu.copy_smem_to_gmem(xs, ko_g.at[h, tokens_i])
             plgpu.copy_smem_to_gmem(a_s, a_g.at[h, tokens_i])
             inverse(kit, m_s, work, t_s)
 
-        beta_wide = along_rows(be, wide)
-        kit.store(ks.at[:, mine], (kit.load(ks.at[:, mine]).astype(f32) * beta_wide).astype(bf16))
-        plgpu.barrier_wait(full.at[3])
-        kit.store(vs.at[:, mine], (real(kit.load(vs.at[:, mine]).astype(f32)) * beta_wide).astype(bf16))
+        beta_wide = along_rows(row_vector(b_g.at[h, tokens_i]), wide)
+        put(ks, tile_of(ks) * beta_wide)
+        plgpu.barrier_wait(full[3])
+        put(vs, real(tile_of(vs)) * beta_wide)
         sync()
-        w = kit.mm(wide, (t_s, ks.at[:, mine]))
-        u = kit.mm(wide, (t_s, vs.at[:, mine]))
-        kit.store(ks.at[:, mine], (-w).astype(bf16))
-        kit.store(vs.at[:, mine], u.astype(bf16))
+        put(ks, -kit.mm(wide, (t_s, ks.at[:, mine])))
+        put(vs, kit.mm(wide, (t_s, vs.at[:, mine])))
         sync()
 
-        @on_first
+        @functools.partial(team.only, 0)
         def _():
             plgpu.copy_smem_to_gmem(t_s, t_g.at[h, tokens_i])
             plgpu.copy_smem_to_gmem(ks, w_g.at[h, tokens_i])
@@ -345,7 +379,11 @@ def prepare(
     def tokens_like(columns):
         return jax.ShapeDtypeStruct((heads, n, columns), bf16)
 
-    tile_of = smem((CHUNK, dim), bf16)
+    tile_of_tokens = smem((tiles, CHUNK, dim), bf16, width)
+
+    def mask(dtype, columns):
+        return smem((tiles, *square), dtype, columns)
+
     kernel = kit.kernel(
         body,
         out_type=[
@@ -354,23 +392,21 @@ def prepare(
             jax.ShapeDtypeStruct((heads, n // CHUNK, dim), f32),
             tokens_like(CHUNK),
         ],
-        grid=(n // CHUNK, heads),
-        grid_names=("t", "h"),
-        num_threads=groups,
+        grid=(-(-count // tiles),),
+        grid_names=("p",),
+        num_threads=groups * tiles,
         thread_name="wg",
         scratch_types=[
-            *[tile_of] * 4,
-            smem((CHUNK, dim), g.dtype, 64),
-            smem((CHUNK, dim), f16),
-            smem(square, bf16, slice_columns),
-            smem(square, f16, slice_columns),
-            smem(square, f16),
-            smem(square, bf16),
-            plgpu.SMEM((3, groups, CHUNK), f32),
-            plgpu.Barrier(num_barriers=4),
-            plgpu.Barrier(num_arrivals=groups),
+            *[tile_of_tokens] * 4,
+            plgpu.RefUnion(smem((tiles, CHUNK, dim), g.dtype, width), smem((tiles, CHUNK, dim), f16, width)),
+            plgpu.RefUnion(mask(f16, width), mask(bf16, slice_columns)),
+            plgpu.RefUnion(mask(f16, width), mask(f16, slice_columns)),
+            plgpu.RefUnion(mask(f16, width), mask(f16, CHUNK), mask(bf16, width)),
+            plgpu.SMEM((tiles, 3, groups, CHUNK), f32),
+            plgpu.Barrier(num_barriers=4 * tiles),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=tiles),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=4096),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
     return Prepared(*kernel(q, k, v, g, beta, rate, bias, *marks))

@@ -68,9 +68,7 @@ class _Pipe(NamedTuple):
             issue(i + STAGES, slot)
 
         for i in range(STAGES):  # no barrier may be left with a completion that nobody has seen
-            pl.when(i < count)(
-                lambda i=i: plgpu.barrier_wait(self.free.at[lax.rem(count - 1 - i, jnp.int32(STAGES))])
-            )
+            pl.when(i < count)(lambda i=i: plgpu.barrier_wait(self.free.at[lax.rem(count - 1 - i, jnp.int32(STAGES))]))
 
 
 def _chunk_tokens(chunk):
