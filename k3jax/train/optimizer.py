@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from k3jax.config import OptimizerConfig
 
@@ -186,10 +185,12 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
         layout = _leaf(path, update, config).layout
 
-        def orthogonalize(update: jax.Array) -> jax.Array:
-            return _orthogonalize(update, layout.rjust(update.ndim, "b"), config)
-
         explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
+        sharded = any(jax.typeof(update).sharding.spec)
+
+        def orthogonalize(update: jax.Array) -> jax.Array:
+            return _orthogonalize(update, layout.rjust(update.ndim, "b"), config, sharded)
+
         if explicit_axes:
             # Newton-Schulz reshapes and transposes blocks: the partitioner finds the layouts, the result keeps ours.
             spec = jax.typeof(update).sharding.spec
@@ -200,30 +201,59 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     return jax.tree_util.tree_map_with_path(one, updates)
 
 
-def _orthogonalize(update: jax.Array, layout: str, config: OptimizerConfig) -> jax.Array:
+def _orthogonalize(update: jax.Array, layout: str, config: OptimizerConfig, sharded: bool = False) -> jax.Array:
     """Newton-Schulz on every block of a leaf, scaled so that an orthogonal block has RMS `muon_rms`."""
-    block = layout.replace("b", "")
-    dims = MuonDimensionNumbers(
-        reduction_axis=tuple(i for i, axis in enumerate(block) if axis == "r"),
-        output_axis=tuple(i for i, axis in enumerate(block) if axis == "c"),
-    )
-    # optax exports Newton-Schulz only inside its Muon. Without momentum and with a state made on the spot that is a
-    # pure function: the real momentum stays float32 when the iteration runs in bfloat16, and there is no second one.
-    # One row of coefficients per step makes optax scan the steps: half the compile time of its unrolled form.
-    coefficients = (NEWTON_SCHULZ,) * config.muon_ns_steps
-    muon = scale_by_muon(
-        coefficients, config.muon_ns_steps, beta=0.0, nesterov=False, weight_dimension_numbers=cast(Any, dims)
-    )
+    order = [axis for letter in "brc" for axis, a in enumerate(layout) if a == letter]
+    shape = [update.shape[axis] for axis in order]
+    batch = shape[: layout.count("b")]
+    rows = math.prod(shape[len(batch) :][: layout.count("r")])
+    # flattened together, an expert axis that is sharded would be gathered
+    merged = batch if sharded else [math.prod(batch)]
+    blocks = jnp.transpose(update.astype(config.muon_ns_dtype), order).reshape(*merged, rows, -1)
+    blocks, scale = newton_schulz(blocks, config.muon_ns_steps)
+    orthogonal = jnp.transpose(blocks.reshape(shape), np.argsort(order).tolist())
+    return orthogonal.astype(update.dtype) * (scale * config.muon_rms * math.sqrt(max(blocks.shape[-2:])))
 
-    def on_block(x: jax.Array) -> jax.Array:
-        return cast(jax.Array, muon.update(x, muon.init(x))[0])
 
-    # One vmap per axis, highest first: flattening them together would gather an expert axis that is sharded.
-    for axis, letter in enumerate(layout):
-        if letter == "b":
-            on_block = jax.vmap(on_block, in_axes=axis, out_axes=axis)
-    size = {letter: math.prod(n for n, axis in zip(update.shape, layout) if axis == letter) for letter in "rc"}
-    # TF32 would make the float32 setting a lie on NVIDIA GPUs.
-    with jax.default_matmul_precision("default" if config.muon_ns_dtype == "bfloat16" else "highest"):
-        orthogonal = on_block(update.astype(config.muon_ns_dtype))
-    return orthogonal.astype(update.dtype) * (config.muon_rms * math.sqrt(max(size.values())))
+def newton_schulz(x: jax.Array, steps: int) -> tuple[jax.Array, float]:
+    """The quintic iteration X ← a X + b G X + c G² X, G = X Xᵀ (Moonlight §2.1), from X / |X|_F.
+
+    It runs on Y = X / aᵏ after k steps, so that what is added never has a factor:
+
+        G = Y Yᵀ        V = γ G Y + Y        Y ← β G V + Y        β = b/a · a²ᵏ        γ = c/b · a²ᵏ
+
+    A GPU's matrix product multiplies by a constant and adds an array on its way out: a step is three products and no
+    other pass over memory. (XLA folds a constant into one product only, so none is used twice.) A block with more rows
+    than columns has G = Yᵀ Y on its right.
+
+    Args:
+        x: blocks [..., rows, columns], multiplied in their own dtype. XLA folds with one leading axis only.
+
+    Returns:
+        Y in the dtype of x, and the factor of it that makes the result: a to the power of `steps`.
+    """
+    a, b, c = NEWTON_SCHULZ
+    batch, tall = tuple(range(x.ndim - 2)), x.shape[-2] > x.shape[-1]
+    # TF32 would make the float32 setting a lie on NVIDIA GPUs
+    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+    def product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
+        contracted = ((x.ndim - 2 + axes[0],), (x.ndim - 2 + axes[1],))
+        return jax.lax.dot_general(left, right, (contracted, (batch, batch)), precision=precision)
+
+    def step(y: jax.Array, beta: jax.Array, gamma: jax.Array) -> jax.Array:
+        gram = product(y, y, (0, 0) if tall else (1, 1))
+        times = (lambda v: product(v, gram, (1, 0))) if tall else (lambda v: product(gram, v, (1, 0)))
+        return times(times(y) * gamma + y) * beta + y
+
+    # written once: XLA would otherwise form it twice from the gradient and a copy of the momentum, four times the bytes
+    x = jax.lax.optimization_barrier(x)
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    norm = jnp.sqrt(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True))
+    y = (x32 / (norm + 1e-8)).astype(x.dtype)
+    betas, gammas = (np.asarray([f * a ** (2 * k) for k in range(steps)], x.dtype) for f in (b / a, c / b))
+    if x.dtype != jnp.bfloat16:  # nothing is folded, and a loop takes half the time to compile
+        return jax.lax.scan(lambda y, f: (step(y, *f), None), y, (jnp.asarray(betas), jnp.asarray(gammas)))[0], a**steps
+    for k in range(steps):
+        y = step(y, jnp.asarray(betas[k]), jnp.asarray(gammas[k]))
+    return y, a**steps

@@ -166,22 +166,25 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
+        old: Any = state.params  # a module is a tree to optax, but not to its types
         with jax.named_scope("optimizer"):
-            old: Any = state.params  # a module is a tree to optax, but not to its types
-        updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
-        params = cast(K3, optax.apply_updates(old, updates))
-        if threshold is not None:
-            params = qk_clip(params, sums.max_logit, threshold, rows)
-        router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
+            updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
+            params = cast(K3, optax.apply_updates(old, updates))
+            if threshold is not None:
+                params = qk_clip(params, sums.max_logit, threshold, rows)
+        with jax.named_scope("balancing"):
+            router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
         new = TrainState(state.step + 1, params, opt_state, router_bias, state.rng)
 
-        metrics = _metrics(sums, grads, updates, optimizer.groups)
+        with jax.named_scope("optimizer"):  # the norms of gradients and updates share its passes
+            metrics = _metrics(sums, grads, updates, optimizer.groups)
         metrics["learning_rate"] = jnp.asarray(optimizer.schedule(state.step))
         if threshold is not None:  # otherwise nobody reads it, and XLA drops the pass that computes it
             metrics["max_logit"] = jnp.max(sums.max_logit, initial=-jnp.inf)
         # known before the update is made, so that the selection below happens in place
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        with jax.named_scope("optimizer"):
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return kept, metrics | {"finite": finite}
 
     return train_step
