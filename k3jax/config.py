@@ -292,6 +292,9 @@ class TrainConfig:
     every layer its input, the results of its matrix products, of KDA, attention and the experts; "sublayer" and "layer"
     the input of every sublayer or layer, and the results of KDA, attention and the experts; "block" the input of every
     AttnRes block. The rest is computed a second time."""
+    unroll: bool = False
+    """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
+    not copied in and out of the stacks. Compile time then grows with the number of layers."""
     loss_chunk: int = 512
     """Tokens per sequence whose logits exist at once."""
     z_loss: float = 0.0

@@ -10,7 +10,7 @@ Legend: N blocks (bank rows), B batch, T time, D hidden, E experts, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,7 @@ class Options:
     """Static choices of one forward pass."""
 
     remat: Remat = "none"
+    unroll: bool = False
     histogram: bool = False
     depth: bool = False
 
@@ -93,7 +94,8 @@ def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:
     policy = None if options.remat == "block" else policies.save_only_these_names(*KERNELS)
     if options.remat == "products":
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
-    return jax.checkpoint(fn, prevent_cse=False, policy=policy)
+    # in a loop nothing can be shared between the passes; outside, XLA would keep what it is told to compute again
+    return jax.checkpoint(fn, prevent_cse=options.unroll, policy=policy)
 
 
 def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
@@ -144,12 +146,47 @@ def _layer(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tok
     return partial_BTD, out
 
 
-def _scan(body: Callable, carry: Tree, xs: Tree, length: int) -> tuple[Tree, Tree]:
-    """`lax.scan`, without the loop when there is one step."""
-    if length > 1:
+# Weights that are rounded to the compute dtype where they are used.
+_ROUNDED = frozenset(
+    "q_proj k_proj v_proj f_a f_b b_proj g_proj g_a g_b o_proj q_a q_b kv_a k_b v_b latent_down latent_up w1 w2 w3 "
+    "gate up down".split()
+)
+
+
+def _rounded(layer: DecoderLayer) -> DecoderLayer:
+    """`layer` with these weights rounded already: both passes then read one copy of half the size."""
+
+    def one(path: tuple, w: jax.Array) -> jax.Array:
+        names = {jax.tree_util.keystr((key,), simple=True) for key in path}
+        return w.astype(layer.config.dtype) if names & _ROUNDED else w
+
+    return jax.tree_util.tree_map_with_path(one, layer)
+
+
+@partial(jax.jit, static_argnames="options")
+def _unrolled_layer(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
+    """A layer outside a loop; those of one kind are traced and lowered once."""
+    return _remat(partial(_layer, options=options), options, "layer", "products")(
+        layer, partial_BTD, bank, inputs, tokens
+    )
+
+
+def _unstack(tree: Tree, length: int) -> list[Tree]:
+    """Slices of the leading axis, whose gradients are put together in one pass."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [jax.lax.split(a, (1,) * length) for a in leaves]
+    return [jax.tree.unflatten(structure, [part[i][0] for part in parts]) for i in range(length)]
+
+
+def _scan(body: Callable, carry: Tree, xs: Tree, length: int, unroll: bool) -> tuple[Tree, Tree]:
+    """`lax.scan`, without the loop if `unroll` or when there is one step."""
+    if length > 1 and not unroll:
         return jax.lax.scan(body, carry, xs)
-    carry, y = body(carry, jax.tree.map(lambda a: a[0], xs))
-    return carry, jax.tree.map(lambda a: a[None], y)
+    ys = []
+    for x in _unstack(xs, length):
+        carry, y = body(carry, x)
+        ys.append(y)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *ys)
 
 
 def _run_repeat(
@@ -163,15 +200,17 @@ def _run_repeat(
         outs, start = [], 0
         for run, plan, read, bias, cache in zip(runs, repeat.runs, reads, biases, caches):
             inputs = LayerInput(read, first[start : start + plan.count], bias, cache)
-            layer_body = _remat(partial(_layer, options=options), options, "layer", "products")
-            carry, out = _scan(
-                lambda c, x, f=layer_body: f(x[0], c, bank, x[1], tokens), carry, (run, inputs), plan.count
-            )
+            if options.unroll:
+                run_layer = lambda c, x: _unrolled_layer(_rounded(x[0]), c, bank, x[1], tokens, options)  # noqa: E731
+            else:
+                layer_body = _remat(partial(_layer, options=options), options, "layer", "products")
+                run_layer = lambda c, x, f=layer_body: f(x[0], c, bank, x[1], tokens)  # noqa: E731
+            carry, out = _scan(run_layer, carry, (run, inputs), plan.count, options.unroll)
             outs.append(out)
             start += plan.count
         return carry, outs
 
-    return _scan(unit_body, partial_BTD, (runs, *per_layer), repeat.count)
+    return _scan(unit_body, partial_BTD, (runs, *per_layer), repeat.count, options.unroll)
 
 
 def _run_block(
@@ -239,7 +278,18 @@ def run_segment(
     # a row that is not pushed yet needs finite values: it is read with weight 0
     own = (partial_BTD,) * (plan.num_blocks if config.attn_res_block_size is not None else 0)
     xs = (jnp.arange(plan.num_blocks), spread(runs), spread(router_bias), spread(caches))
-    body = _remat(partial(_run_block, plan, options, config), options, "block")
-    (partial_BTD, own), outs = _scan(lambda s, x: body(earlier, s, x, tokens), (partial_BTD, own), xs, plan.num_blocks)
+    if options.unroll:  # each block with as many bank rows as there are
+        body = _remat(partial(_run_block, replace(plan, num_blocks=1), options, config), options, "block")
+        blocks, own = [], ()
+        for block in _unstack(xs[1:], plan.num_blocks):
+            rows = () if config.attn_res_block_size is None else (partial_BTD,)
+            (partial_BTD, pushed), out = body((*earlier, *own), (partial_BTD, rows), (0, *block), tokens)
+            own, blocks = (*own, *pushed), [*blocks, out]
+        outs = jax.tree.map(lambda *parts: jnp.stack(parts), *blocks)
+    else:
+        body = _remat(partial(_run_block, plan, options, config), options, "block")
+        (partial_BTD, own), outs = _scan(
+            lambda s, x: body(earlier, s, x, tokens), (partial_BTD, own), xs, plan.num_blocks, False
+        )
     outs = jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1] * a.shape[2], *a.shape[3:]), outs)
     return (partial_BTD, (*earlier, *own)), outs

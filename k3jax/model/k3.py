@@ -129,12 +129,13 @@ class K3(nnx.Module):
         router_bias: jax.Array | None = None,
         cache: Cache | None = None,
         remat: Remat = "none",
+        unroll: bool = False,
         histogram: bool = False,
         depth: bool = False,
     ) -> tuple[jax.Array, Aux]:
         """The final normed residual stream [B, T, D] (multiply by `lm_head` for logits) and the `Aux`."""
         config, plans = self.config, plan_layers(self.config)
-        options = Options(remat, histogram, depth)
+        options = Options(remat, unroll and not depth, histogram, depth)  # depth comes in stacks of one shape
         x = embed_lookup(self.embed[...].astype(config.dtype), tokens_BT)
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)

@@ -86,6 +86,7 @@ def _forward(
         batch["segment_ids"],
         router_bias=router_bias,
         remat=config.train.remat if train else "none",
+        unroll=config.train.unroll and train,
         histogram=train,
     )
     with jax.named_scope("head"):

@@ -151,9 +151,9 @@ def test_equal_scores_load_all_experts_equally_and_by_document_position_only():
     np.testing.assert_array_equal(again.experts_NK, routing.experts_NK[shuffled])
 
 
-def loss_and_stats(remat="none"):
+def loss_and_stats(remat="none", unroll=False):
     def loss(model, tokens, ids, bias):
-        x, aux = model.features(tokens, ids, router_bias=bias, remat=remat, histogram=True)
+        x, aux = model.features(tokens, ids, router_bias=bias, remat=remat, unroll=unroll, histogram=True)
         logits = x @ model.lm_head[...]
         logp = jax.nn.log_softmax(logits[:, :-1])
         keep = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != 0)
@@ -180,7 +180,7 @@ def assert_same(a, b, tol):
         assert np.max(np.abs(mine[name] - value)) <= tol * max(np.max(np.abs(value)), 1e-3), name
 
 
-def test_every_remat_preset_gives_the_same_loss_gradients_and_histograms(x64):
+def test_every_remat_preset_and_unrolling_give_the_same_loss_gradients_and_histograms(x64):
     model = build(**WIDE)
     tokens, ids = packed_batch(model.config, batch=2)
     bias = random_bias(model.config)
@@ -190,6 +190,7 @@ def test_every_remat_preset_gives_the_same_loss_gradients_and_histograms(x64):
     np.testing.assert_array_equal(plain[0][1].load.sum(-1), int(jnp.sum(ids != 0)) * 2)
     for remat in ("products", "sublayer", "layer", "block"):
         assert_same(loss_and_stats(remat)(model, tokens, ids, bias), plain, 1e-9)
+    assert_same(loss_and_stats("products", unroll=True)(model, tokens, ids, bias), plain, 1e-9)
 
 
 @pytest.mark.parametrize("implementation", ["blocked", pytest.param("dense", marks=pytest.mark.slow)])
