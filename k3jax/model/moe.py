@@ -100,14 +100,15 @@ class LatentMoE(nnx.Module):
         picked_NE = jnp.sum(jax.nn.one_hot(routing.experts_NK, E, dtype=jnp.int32), axis=1) * valid[:, None]
         bins = jnp.zeros((E, 0), jnp.int32)
         if histogram:
-            bins = qb_histogram(
-                routing.scores_NE,
-                bias_E,
-                experts_per_token=k,
-                bins=moe.qb_bins,
-                mask_N=valid,
-                alpha_N=routing.threshold_N,
-            )
+            with jax.named_scope("balancing"):
+                bins = qb_histogram(
+                    routing.scores_NE,
+                    bias_E,
+                    experts_per_token=k,
+                    bins=moe.qb_bins,
+                    mask_N=valid,
+                    alpha_N=routing.threshold_N,
+                )
         stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
         implementation = resolve_moe(self.config)
         if implementation == "dense":
