@@ -1,7 +1,7 @@
 """Time, memory and kernels of the training step of a configuration, on real text.
 
-    python benchmarks/train_step.py configs/proxy.py --data.source stdlib --steps 20 --profile
-    python benchmarks/train_step.py configs/proxy.py --without muon
+    python -m benchmarks.train_step configs/proxy.py --data.source stdlib --steps 20 --profile
+    python -m benchmarks.train_step configs/proxy.py --without muon
 
 Prints what it measured on, the median and spread of the step time, tokens/s, MFU with its denominator, peak memory, and
 with --profile where device time goes: by component and pass, by path for what belongs to none, and by kernel. With
@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from common import write_results
 
+from benchmarks.common import write_results
 from k3jax.config import OptimizerConfig, RunConfig
 from k3jax.data.loader import open_data
 from k3jax.model import moe

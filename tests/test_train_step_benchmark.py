@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-train_step = pytest.importorskip("train_step")
+sys.path.append(str(Path(__file__).parents[1]))
+train_step = pytest.importorskip("benchmarks.train_step")
 
 HLO = """
 %fused_computation.1 (p: f32[2]) -> f32[2] {
