@@ -35,7 +35,9 @@ from .pallas_prep import (
     CHUNK,
     LEVELS,
     LOG2_E,
+    STRIP,
     TILE,
+    Scratch,
     Team,
     Tokens,
     block_of,
@@ -47,10 +49,6 @@ from .pallas_prep import (
     to_block_end,
 )
 from .pallas_scan import Reversed, Scanned
-
-
-# Warpgroups by head width: with 32 channels each nothing spills, and 16 warps hide each other's waits.
-WARPGROUPS = {128: 4, 64: 2}
 
 
 class Gradients(NamedTuple):
@@ -74,29 +72,6 @@ def _gate_backward(raw: jax.Array, rate, bias, d_g: jax.Array, how: Activation) 
     return d_g * (how.lower_bound * rate * e / ((1.0 + e) * (1.0 + e)))
 
 
-class _Scratch:
-    """The kernel's shared memory by name. Each stage sees it at addresses of its own.
-
-    Otherwise the compiler computes every address and descriptor of the kernel once, keeps them all in registers, and
-    spills the tiles: `zero` [1] holds a 0 that it cannot know and has to read again.
-    """
-
-    def __init__(self, scratch, zero):
-        self._scratch, self._zero = scratch, zero
-        self.move()
-
-    def move(self) -> None:
-        """To be called where a stage begins, and after a loop whose body called it."""
-        at = self._zero[0]
-        scratch = self._scratch
-        named = {**scratch["tiles"], **scratch["masks"], **scratch["pairs"], "sts": scratch["sts"]}
-        named |= dict(zip(("g_first", "g16"), scratch["gates"]))
-        named |= dict(zip(("ts", "order_s"), scratch["inverse"]))
-        dss, (gs, da_s, dn_s) = scratch["ends"]
-        named |= {"dss": dss, "gs": gs, "da_s": da_s, "dn_s": dn_s}
-        self.__dict__.update({name: ref.at[at] for name, ref in named.items()})
-
-
 def gradients(
     q: jax.Array,
     k: jax.Array,
@@ -115,10 +90,9 @@ def gradients(
 ) -> Gradients:
     """Run the kernel; arguments as in `prepare` and `reverse_scan`, `inverse` from `Prepared`."""
     n, heads, dim = q.shape
-    groups = WARPGROUPS[dim]
-    width = dim // groups  # channels of a warpgroup
+    groups = dim // STRIP
     kit = Kit(interpret)
-    wide, square = (CHUNK, width), (CHUNK, CHUNK)
+    wide, square = (CHUNK, STRIP), (CHUNK, CHUNK)
     slice_columns = CHUNK // groups
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
@@ -129,11 +103,17 @@ def gradients(
         if marked:
             rows_g, keeps_g, *refs = refs
         dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, full, late, meet = refs
-        s = _Scratch(scratch, zero_g)
+        dss, (gs, da_s, dn_s) = scratch["ends"]
+        named = {**scratch["tiles"], **scratch["masks"], **scratch["pairs"]}
+        named |= {"dss": dss, "gs": gs, "da_s": da_s, "dn_s": dn_s}
+        named |= dict(zip(("g_first", "g16"), scratch["gates"]))
+        named |= dict(zip(("ts", "order_s"), scratch["inverse"]))
+        named |= dict(zip(("sts", "d_g"), scratch["states"]))
+        s = Scratch(named, 0, zero_g)
         tile_i, h = lax.axis_index("t"), lax.axis_index("h")
         wg = lax.axis_index("wg")
-        team = Team(kit, wg, groups, width, meet)
-        mine, sync = team.mine, team.sync
+        team = Team(kit, wg, groups, meet)
+        mine, sync = pl.ds(wg * STRIP, STRIP), team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
         part = pl.ds(wg * slice_columns, slice_columns)
 
@@ -288,7 +268,7 @@ def gradients(
         s.move()
         through = kit.mm(wide, *((ones, s.sts.at[pl.ds(i, 64), mine]) for i in range(0, dim, 64)))
         through = through * jnp.exp2(after + sums(s.since_s))
-        d_g = d_g + (through * keeps_g[tile_i] if marked else through)
+        put(s.d_g, d_g + (through * keeps_g[tile_i] if marked else through))  # registers are scarce
         sync()
         share_order(lambda r, c: c >= r)
 
@@ -300,13 +280,13 @@ def gradients(
             share_sums(shift)
             share_pairs(level_pairs(shift))
             sync()
-            factor, odd = jnp.exp2(sums(s.other_s)), team.odd(shift)
-            rows_factor = jnp.where(odd, factor, 1.0)
-            columns = columns * jnp.where(odd, 1.0, factor)
+            factor = jnp.where(team.odd(shift), jnp.exp2(sums(s.other_s)), 1.0)
+            rows_q, rows_k = rows_q * factor, rows_k * factor
             put(s.dos, k_tile() * jnp.exp2(sums(s.end_s)))
             plgpu.commit_smem()
-            rows_q = kit.mm_acc(rows_q * rows_factor, (s.da_l, s.dos.at[:, mine]))
-            rows_k = kit.mm_acc(rows_k * rows_factor, (s.dn_l, s.dos.at[:, mine]))
+            rows_q = kit.mm_acc(rows_q, (s.da_l, s.dos.at[:, mine]))
+            rows_k = kit.mm_acc(rows_k, (s.dn_l, s.dos.at[:, mine]))
+            columns = columns * jnp.where(team.odd(shift), 1.0, jnp.exp2(sums(s.other_s)))
             columns = add_columns(columns, jnp.exp2(sums(s.since_s)))
             sync()
             return rows_q, rows_k, columns
@@ -320,28 +300,31 @@ def gradients(
         gathered = (rows_q, rows_k, kit.full(wide, 0.0, f32))
         rows_q, rows_k, columns = lax.fori_loop(0, LEVELS - first, level, gathered)
         s.move()
-        since = sums(s.since_s)
-        rows_q, rows_k = rows_q * jnp.exp2(since), rows_k * jnp.exp2(since)
+        up = jnp.exp2(sums(s.since_s))
+        rows_q, rows_k = rows_q * up, rows_k * up
         columns = columns * jnp.exp2(sums(s.end_s))
-        d_g = d_g + exact_sums(q_tile() * rows_q + k_tile() * (rows_k - columns))
+        put(s.d_g, tile_of(s.d_g) + exact_sums(q_tile() * rows_q + k_tile() * (rows_k - columns)))
         d_k = rows_k + columns + writer
         s.move()
         if bounded:
             share_pairs(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (r > c))
             sync()
             share_order(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (c >= r))
-            put(s.dos, k_tile() * jnp.exp2(-since))
+            put(s.dos, k_tile() * jnp.exp2(-sums(s.since_s)))
             plgpu.commit_smem()
-            up = jnp.exp2(since)
-            within_q = kit.mm(wide, (s.da_l, s.dos.at[:, mine])) * up
-            within_k = kit.mm(wide, (s.dn_l, s.dos.at[:, mine])) * up
-            column = add_columns(kit.full(wide, 0.0, f32), up) * jnp.exp2(-since)
+            up = jnp.exp2(sums(s.since_s))
+            within = kit.mm(wide, (s.da_l, s.dos.at[:, mine])) * up
+            rows_q, value = rows_q + within, q_tile() * within
+            within = kit.mm(wide, (s.dn_l, s.dos.at[:, mine])) * up
+            d_k, value = d_k + within, value + k_tile() * within
+            s.move()
+            within = add_columns(kit.full(wide, 0.0, f32), up) * jnp.exp2(-sums(s.since_s))
+            d_k, value = d_k + within, value - k_tile() * within
             sync()
-            d_g = d_g + exact_sums(q_tile() * within_q + k_tile() * (within_k - column))
-            rows_q, d_k = rows_q + within_q, d_k + within_k + column
+            put(s.d_g, tile_of(s.d_g) + exact_sums(value))
         s.move()
         plgpu.barrier_wait(late)
-        d_raw = real(_gate_backward(*gate_of(real(tile_of(s.gs))), d_g, how))
+        d_raw = real(_gate_backward(*gate_of(real(tile_of(s.gs))), tile_of(s.d_g), how))
         put(s.gs, d_raw)
 
         # A token's pair with itself has no decay in it.
@@ -367,18 +350,18 @@ def gradients(
         def _():
             for source, target in ((s.qs, dq_g), (s.ks, dk_g), (s.xs, dv_g), (s.gs, dg_g)):
                 plgpu.copy_smem_to_gmem(source, target.at[tokens_i, h])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tokens_like(dtype):
         return jax.ShapeDtypeStruct((n, heads, dim), dtype)
 
-    tile = smem((1, CHUNK, dim), bf16, width)
-    gate_tile = smem((1, CHUNK, dim), g.dtype, width)
-    states = smem((1, dim, dim), bf16, width)
+    tile = smem((1, CHUNK, dim), bf16, STRIP)
+    gate_tile = smem((1, CHUNK, dim), g.dtype, STRIP)
+    states = smem((1, dim, dim), bf16, STRIP)
     scores = smem((1, *square), bf16, slice_columns)
 
     def mask(dtype):
-        return smem((1, *square), dtype, width)
+        return smem((1, *square), dtype, STRIP)
 
     kernel = kit.kernel(
         body,
@@ -390,10 +373,10 @@ def gradients(
         scratch_types=[
             {
                 "tiles": {name: tile for name in ("qs", "ks", "dos", "vcs", "xs")},
-                "sts": states,
+                "states": plgpu.RefUnion(states, smem((1, CHUNK, dim), f32, STRIP)),
                 "masks": {name: mask(f16) for name in ("since_s", "end_s", "other_s")},
                 "pairs": {name: mask(bf16) for name in ("da_l", "dn_l")},
-                "gates": plgpu.RefUnion(gate_tile, smem((1, CHUNK, dim), f16, width)),
+                "gates": plgpu.RefUnion(gate_tile, smem((1, CHUNK, dim), f16, STRIP)),
                 "inverse": plgpu.RefUnion(mask(bf16), mask(bf16)),
                 "ends": plgpu.RefUnion(states, [gate_tile, scores, scores]),
             },

@@ -21,7 +21,7 @@ One thread of control is one warpgroup; each owns 64 of the K channels.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -42,6 +42,7 @@ STEEPEST = -100.0 * LOG2_E
 
 
 # By head width: warpgroups that share a tile, and tiles of a program.
+STRIP = 32  # channels that a warpgroup handles at a time: what its registers hold without spilling
 PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
 
 
@@ -113,16 +114,35 @@ def level_pairs(shift):
     return lambda r, c: is_odd(block_of(r, shift)) & (block_of(c, shift) + 1 == block_of(r, shift))
 
 
+class Scratch:
+    """A kernel's shared memory by name, tiles [program's tiles, ...] seen at one of them.
+
+    Each stage sees it at addresses of its own. Otherwise the compiler computes every address and descriptor of the kernel
+    once, keeps them all in registers, and spills the tiles: `zero` [1] holds a 0 that it cannot know and reads again.
+    """
+
+    def __init__(self, named: dict[str, Any], index, zero):
+        self._named, self._index, self._zero = named, index, zero
+        self.move()
+
+    def move(self) -> None:
+        """To be called where a stage begins, and after a loop whose body called it."""
+        at = self._index + self._zero[0]
+        self.__dict__.update({name: ref.at[at] for name, ref in self._named.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
 class Team:
-    """The warpgroups that share a tile. Each owns `width` channels; masks in shared memory are built in halves.
+    """The warpgroups that share a tile. They take turns at building masks in shared memory, in strips of columns.
 
     Masks are matrices of zeros and ones that wgmma reads from shared memory: kept in registers, they would leave no room
     for anything else.
     """
 
-    def __init__(self, kit: Kit, wg, groups: int, width: int, meet):
-        self.kit, self.wg, self.groups, self.width, self.meet = kit, wg, groups, width, meet
-        self.mine = pl.ds(wg * width, width)
+    def __init__(self, kit: Kit, wg, groups: int, meet):
+        self.kit, self.wg, self.groups, self.meet = kit, wg, groups, meet
 
     def sync(self) -> None:
         """What each has written to shared memory is there for all, and for copies and wgmma."""
@@ -140,12 +160,12 @@ class Team:
 
     def share(self, *jobs) -> None:
         """Fill [64, 64] tiles: jobs (tile, values), with values(first column, number of columns) an array."""
-        halves = [(ref, values, i) for ref, values in jobs for i in range(0, CHUNK, self.width)]
+        halves = [(ref, values, i) for ref, values in jobs for i in range(0, CHUNK, STRIP)]
         for j, (ref, values, i) in enumerate(halves):
 
             def fill(ref=ref, values=values, i=i):
-                part = ref.at[:, pl.ds(i, self.width)]
-                self.kit.store(part, values(i, self.width).astype(ref.dtype))
+                part = ref.at[:, pl.ds(i, STRIP)]
+                self.kit.store(part, values(i, STRIP).astype(ref.dtype))
 
             self.only(j % self.groups, fill)
 
@@ -154,29 +174,30 @@ class Team:
         return lambda i, columns: jnp.where(mask(*self.indices(columns, i)), 1.0, 0.0)
 
     def odd(self, shift) -> jax.Array:
-        """[64, width]: rows in odd blocks of 2^shift tokens."""
-        return is_odd(block_of(self.kit.iota((CHUNK, self.width), 0), shift))
+        """[64, 32]: rows in odd blocks of 2^shift tokens."""
+        return is_odd(block_of(self.kit.iota((CHUNK, STRIP), 0), shift))
 
 
 def inverse(kit: Kit, m_ref, work, out) -> None:
     """`out` ← (I + M)⁻¹ in bfloat16 for strictly lower triangular M [64, 64] float16, by one warpgroup."""
-    shape = (CHUNK, CHUNK)
+    shape, half = (CHUNK, CHUNK), CHUNK // 2
 
-    def block(shift) -> jax.Array:
-        pairs = level_pairs(shift)(kit.iota(shape, 0), kit.iota(shape, 1))
-        return jnp.where(pairs, kit.load(m_ref).astype(jnp.float32), 0.0)
+    def block(shift, first) -> jax.Array:
+        """32 columns of what level `shift` sees of M."""
+        pairs = level_pairs(shift)(kit.iota((CHUNK, half), 0), kit.iota((CHUNK, half), 1) + first)
+        return jnp.where(pairs, kit.load(m_ref.at[:, pl.ds(first, half)]).astype(jnp.float32), 0.0).astype(jnp.float16)
 
     def merge(shift, t):
         t16 = t.astype(jnp.float16)
         kit.store(work, t16)
         plgpu.commit_smem()
-        y = kit.mm(shape, (block(shift).astype(jnp.float16), work))
+        y = kit.mm(shape, *((block(shift, i), work.at[pl.ds(i, half)]) for i in (0, half)))
         kit.store(work, y.astype(jnp.float16))
         plgpu.commit_smem()
         return kit.mm_acc(t, (-t16, work))
 
-    t = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0) - block(0)
-    kit.store(out, lax.fori_loop(1, LEVELS, merge, t).astype(jnp.bfloat16))
+    identity = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0)
+    kit.store(out, lax.fori_loop(0, LEVELS, merge, identity).astype(jnp.bfloat16))
 
 
 def prepare(
@@ -204,7 +225,7 @@ def prepare(
     width = dim // groups
     count = n // CHUNK * heads
     kit = Kit(interpret)
-    wide, square = (CHUNK, width), (CHUNK, CHUNK)
+    strip, square = (CHUNK, STRIP), (CHUNK, CHUNK)
     slice_columns = CHUNK // groups  # columns of the score matrices that a warpgroup computes
     scores_shape = (CHUNK, slice_columns)
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -218,27 +239,29 @@ def prepare(
         index = program * tiles + slot
         pl.when(index < count)(lambda: one_tile(index, slot, wg, *refs))
 
-    def one_tile(index, slot, wg, q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, *refs):
+    def one_tile(index, slot, wg, q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, zero_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
         w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, *refs = refs
-        *tiles_s, gates, masks_0, masks_1, masks_2, exchange, full, meet = refs
-        qs, ks, xs, vs = (ref.at[slot] for ref in tiles_s)
-        g_raw, g16 = (ref.at[slot] for ref in gates)
-        since_s, a_s = (ref.at[slot] for ref in masks_0)
-        end_s, m_s = (ref.at[slot] for ref in masks_1)
-        other_s, work, t_s = (ref.at[slot] for ref in masks_2)
+        scratch, exchange, full, meet = refs
+        named = dict(scratch["tiles"])
+        named |= dict(zip(("g_raw", "g16"), scratch["gates"]))
+        named |= dict(zip(("since_s", "a_s"), scratch["scores"]))
+        named |= dict(zip(("end_s", "m_s"), scratch["strict scores"]))
+        named |= dict(zip(("other_s", "work", "t_s"), scratch["inverse"]))
+        s = Scratch(named, slot, zero_g)
         exchange, meet = exchange.at[slot], meet.at[slot]
         full = [full.at[slot * 4 + i] for i in range(4)]
         tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-        team = Team(kit, wg, groups, width, meet)
-        mine, sync = team.mine, team.sync
+        team = Team(kit, wg, groups, meet)
+        strips = [pl.ds(wg * width + i, STRIP) for i in range(0, width, STRIP)]
+        sync = team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
         part = pl.ds(wg * slice_columns, slice_columns)
 
         @functools.partial(team.only, 0)
         def _():
-            for i, (source, target) in enumerate(((g_g, g_raw), (q_g, qs), (k_g, ks), (v_g, vs))):
+            for i, (source, target) in enumerate(((g_g, s.g_raw), (q_g, s.qs), (k_g, s.ks), (v_g, s.vs))):
                 plgpu.copy_gmem_to_smem(source.at[tokens_i, h], target, full[i])
 
         def row_vector(ref):
@@ -247,14 +270,14 @@ def prepare(
         def exchanged(i):
             return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
 
-        def tile_of(ref):
-            return kit.load(ref.at[:, mine]).astype(f32)
+        def get(ref, at):
+            return kit.load(ref.at[:, at]).astype(f32)
 
-        def put(ref, value):
-            kit.store(ref.at[:, mine], value.astype(ref.dtype))
+        def put(ref, at, value):
+            kit.store(ref.at[:, at], value.astype(ref.dtype))
 
-        def sums(mask_ref):
-            return kit.mm(wide, (mask_ref, g16.at[:, mine]))
+        def sums(mask_ref, at):
+            return kit.mm(strip, (mask_ref, s.g16.at[:, at]))
 
         def real(x):
             if not marked:
@@ -271,115 +294,127 @@ def prepare(
 
         # Gates, and each warpgroup's share of the norms.
         plgpu.barrier_wait(full[0])
-        bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, mine], COLUMN, optimized=False)
         rate_h = None if how.gate == "none" else rate_g[h]
-        put(g16, real(log2_gate(real(tile_of(g_raw)), rate_h, bias_v, how)))
+        for at in strips:
+            bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, at], COLUMN, optimized=False)
+            put(s.g16, at, real(log2_gate(real(get(s.g_raw, at)), rate_h, bias_v, how)))
         team.share(
-            (since_s, team.ones_where(since_block(first))),
-            (end_s, team.ones_where(to_block_end(first))),
-            (other_s, team.ones_where(lambda r, c: r >= 0)),
+            (s.since_s, team.ones_where(since_block(first))),
+            (s.end_s, team.ones_where(to_block_end(first))),
+            (s.other_s, team.ones_where(lambda r, c: r >= 0)),
         )
         plgpu.barrier_wait(full[1])
         plgpu.barrier_wait(full[2])
-        x, y = real(tile_of(qs)), real(tile_of(ks))
         if how.qk_l2norm:
-            exchange[0, wg] = jnp.sum(x * x, axis=1)
-            exchange[1, wg] = jnp.sum(y * y, axis=1)
+            for i, ref in ((0, s.qs), (1, s.ks)):
+                squares = [jnp.sum(jnp.square(real(get(ref, at))), axis=1) for at in strips]
+                exchange[i, wg] = functools.reduce(jnp.add, squares)
         sync()
-        if how.qk_l2norm:
-            x = x * along_rows(lax.rsqrt(exchanged(0) + L2_EPS) * how.scale, wide)
-            y = y * along_rows(lax.rsqrt(exchanged(1) + L2_EPS), wide)
-        else:
-            x = x * how.scale
 
+        s.move()
         # Decay over the chunk: with channels as rows it is one value a row.
         @pl.when(wg < dim // 64)
         def _():
             channels = pl.ds(wg * 64, 64)
-            total = kit.mm((64, 8), (kit.t(g16.at[:, channels]), kit.t(other_s.at[pl.ds(0, 8)])))
+            total = kit.mm((64, 8), (kit.t(s.g16.at[:, channels]), kit.t(s.other_s.at[pl.ds(0, 8)])))
             decay = jnp.exp2(jnp.max(total, axis=1))
             decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
 
+        s.move()
         # Scores, level by level.
         def scores():
-            other = kit.t(xs.at[part])
-            return kit.mm(scores_shape, (qs, other)), kit.mm(scores_shape, (ks, other))
+            other = kit.t(s.xs.at[part])
+            return kit.mm(scores_shape, (s.qs, other)), kit.mm(scores_shape, (s.ks, other))
 
         offset = wg * slice_columns
-        since = sums(since_s)
-        up = jnp.exp2(since)
-        put(qs, x * up)
-        put(ks, y * up)
-        if bounded:
-            put(xs, y * jnp.exp2(-since))
-        else:
-            exchange[2, wg] = jnp.sum(x * y, axis=1)  # a token's pair with itself, which no level has
+        def normalised(ref, at, i):
+            x = real(get(ref, at))
+            return x * along_rows(lax.rsqrt(exchanged(i) + L2_EPS), strip) if how.qk_l2norm else x
+
+        itself = []
+        for at in strips:
+            up = jnp.exp2(sums(s.since_s, at))
+            x = normalised(s.qs, at, 0) * how.scale
+            y = normalised(s.ks, at, 1)
+            if not bounded:
+                itself.append(jnp.sum(x * y, axis=1))  # a token's pair with itself, which no level has
+            put(s.qs, at, x * up)
+            put(s.ks, at, y * up)
+            put(s.xs, at, y * jnp.exp2(-sums(s.since_s, at)) if bounded else y)
+        if itself:
+            exchange[2, wg] = functools.reduce(jnp.add, itself)
         sync()
-        team.share((other_s, team.ones_where(other_block(first))))
         r, c = team.indices(slice_columns, offset)
         if bounded:
             sq, sk = scores()
             same = allowed(block_of(r, TILE) == block_of(c, TILE), slice_columns, offset)
             a, m = jnp.where(same & (r >= c), sq, 0.0), jnp.where(same & (r > c), sk, 0.0)
             sync()  # all have read the operands
+            s.move()
+            for at in strips:
+                put(s.xs, at, get(s.xs, at) * jnp.exp2(sums(s.since_s, at) + sums(s.end_s, at)))
         else:
             a = jnp.where(r == c, along_rows(exchanged(2), scores_shape), 0.0)
             m = a * 0.0
-        put(xs, y * jnp.exp2(sums(end_s)))
 
         def level(shift, scores_so_far):
             a, m = scores_so_far
+            s.move()
             sync()
+            team.share((s.other_s, team.ones_where(other_block(shift))))
             sq, sk = scores()
             pairs = allowed(level_pairs(shift)(*team.indices(slice_columns, offset)), slice_columns, offset)
-            factor, odd = jnp.exp2(sums(other_s)), team.odd(shift)
             sync()  # all have read the operands
-            team.share((other_s, team.ones_where(other_block(shift + 1))))
-            rows_factor = jnp.where(odd, factor, 1.0)
-            put(qs, tile_of(qs) * rows_factor)
-            put(ks, tile_of(ks) * rows_factor)
-            put(xs, tile_of(xs) * jnp.where(odd, 1.0, factor))
+            s.move()
+            for at in strips:
+                factor, odd = jnp.exp2(sums(s.other_s, at)), team.odd(shift)
+                put(s.qs, at, get(s.qs, at) * jnp.where(odd, factor, 1.0))
+                put(s.ks, at, get(s.ks, at) * jnp.where(odd, factor, 1.0))
+                put(s.xs, at, get(s.xs, at) * jnp.where(odd, 1.0, factor))
             return a + jnp.where(pairs, sq, 0.0), m + jnp.where(pairs, sk, 0.0)
 
         a, m = lax.fori_loop(first, LEVELS, level, (a, m))
+        s.move()
         be = row_vector(b_g.at[h, tokens_i])
-        kit.store(a_s.at[:, part], a.astype(bf16))
-        kit.store(m_s.at[:, part], (m * along_rows(be, scores_shape)).astype(f16))
+        kit.store(s.a_s.at[:, part], a.astype(bf16))
+        kit.store(s.m_s.at[:, part], (m * along_rows(be, scores_shape)).astype(f16))
         if marked:
-            reads = along_rows(row_vector(rows_g.at[2, tokens_i]), wide)
-            writes = along_rows(row_vector(rows_g.at[3, tokens_i]), wide)
-            put(qs, tile_of(qs) * reads)
-            put(ks, tile_of(ks) * reads)
-            put(xs, tile_of(xs) * writes)
+            for at in strips:
+                for ref, flag in ((s.qs, 2), (s.ks, 2), (s.xs, 3)):
+                    put(ref, at, get(ref, at) * along_rows(row_vector(rows_g.at[flag, tokens_i]), strip))
         sync()
 
         @functools.partial(team.only, 0)
         def _():
-            plgpu.copy_smem_to_gmem(qs, qo_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(xs, ko_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(a_s, a_g.at[h, tokens_i])
-            inverse(kit, m_s, work, t_s)
+            plgpu.copy_smem_to_gmem(s.qs, qo_g.at[h, tokens_i])
+            plgpu.copy_smem_to_gmem(s.xs, ko_g.at[h, tokens_i])
+            plgpu.copy_smem_to_gmem(s.a_s, a_g.at[h, tokens_i])
+            inverse(kit, s.m_s, s.work, s.t_s)
 
-        beta_wide = along_rows(row_vector(b_g.at[h, tokens_i]), wide)
-        put(ks, tile_of(ks) * beta_wide)
+        s.move()
         plgpu.barrier_wait(full[3])
-        put(vs, real(tile_of(vs)) * beta_wide)
+        beta = along_rows(row_vector(b_g.at[h, tokens_i]), strip)
+        for at in strips:
+            put(s.ks, at, get(s.ks, at) * beta)
+            put(s.vs, at, real(get(s.vs, at)) * beta)
         sync()
-        put(ks, -kit.mm(wide, (t_s, ks.at[:, mine])))
-        put(vs, kit.mm(wide, (t_s, vs.at[:, mine])))
+        s.move()
+        for at in strips:
+            put(s.ks, at, -kit.mm(strip, (s.t_s, s.ks.at[:, at])))
+            put(s.vs, at, kit.mm(strip, (s.t_s, s.vs.at[:, at])))
         sync()
 
         @functools.partial(team.only, 0)
         def _():
-            plgpu.copy_smem_to_gmem(t_s, t_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(ks, w_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(vs, u_g.at[h, tokens_i])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(s.t_s, t_g.at[h, tokens_i])
+            plgpu.copy_smem_to_gmem(s.ks, w_g.at[h, tokens_i])
+            plgpu.copy_smem_to_gmem(s.vs, u_g.at[h, tokens_i])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tokens_like(columns):
         return jax.ShapeDtypeStruct((heads, n, columns), bf16)
 
-    tile_of_tokens = smem((tiles, CHUNK, dim), bf16, width)
+    tile_of_tokens = smem((tiles, CHUNK, dim), bf16, STRIP)
 
     def mask(dtype, columns):
         return smem((tiles, *square), dtype, columns)
@@ -397,11 +432,15 @@ def prepare(
         num_threads=groups * tiles,
         thread_name="wg",
         scratch_types=[
-            *[tile_of_tokens] * 4,
-            plgpu.RefUnion(smem((tiles, CHUNK, dim), g.dtype, width), smem((tiles, CHUNK, dim), f16, width)),
-            plgpu.RefUnion(mask(f16, width), mask(bf16, slice_columns)),
-            plgpu.RefUnion(mask(f16, width), mask(f16, slice_columns)),
-            plgpu.RefUnion(mask(f16, width), mask(f16, CHUNK), mask(bf16, width)),
+            {
+                "tiles": {name: tile_of_tokens for name in ("qs", "ks", "xs", "vs")},
+                "gates": plgpu.RefUnion(
+                    smem((tiles, CHUNK, dim), g.dtype, STRIP), smem((tiles, CHUNK, dim), f16, STRIP)
+                ),
+                "scores": plgpu.RefUnion(mask(f16, STRIP), mask(bf16, slice_columns)),
+                "strict scores": plgpu.RefUnion(mask(f16, STRIP), mask(f16, slice_columns)),
+                "inverse": plgpu.RefUnion(mask(f16, STRIP), mask(f16, CHUNK // 2), mask(bf16, STRIP)),
+            },
             plgpu.SMEM((tiles, 3, groups, CHUNK), f32),
             plgpu.Barrier(num_barriers=4 * tiles),
             plgpu.Barrier(num_arrivals=groups, num_barriers=tiles),
@@ -409,4 +448,4 @@ def prepare(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
-    return Prepared(*kernel(q, k, v, g, beta, rate, bias, *marks))
+    return Prepared(*kernel(q, k, v, g, beta, rate, bias, jnp.zeros(1, jnp.int32), *marks))
