@@ -193,8 +193,15 @@ def test_every_remat_preset_and_unrolling_give_the_same_loss_gradients_and_histo
     assert_same(loss_and_stats("products", unroll=True)(model, tokens, ids, bias), plain, 1e-9)
 
 
-@pytest.mark.parametrize("implementation", ["blocked", pytest.param("dense", marks=pytest.mark.slow)])
-def test_eight_data_shards_compute_the_single_device_function(x64, implementation):
+@pytest.mark.parametrize(
+    ("implementation", "remat", "unroll"),
+    [
+        ("blocked", "layer", False),
+        pytest.param("dense", "layer", False, marks=pytest.mark.slow),
+        pytest.param("blocked", "products", True, marks=pytest.mark.slow),
+    ],
+)
+def test_eight_data_shards_compute_the_single_device_function(x64, implementation, remat, unroll):
     config = micro(**WIDE)
     model = build(**WIDE, moe=replace(config.moe, implementation=implementation))
     tokens, ids = packed_batch(model.config)
@@ -204,7 +211,7 @@ def test_eight_data_shards_compute_the_single_device_function(x64, implementatio
     with jax.set_mesh(mesh):
         placed = jax.tree.map(jax.device_put, model, shardings(model, mesh))
         rows = jax.sharding.PartitionSpec("data")
-        sharded = loss_and_stats("layer")(
+        sharded = loss_and_stats(remat, unroll)(
             placed, jax.device_put(tokens, rows), jax.device_put(ids, rows), jax.device_put(bias, jax.P())
         )
         assert_same(sharded, single, 1e-9)
