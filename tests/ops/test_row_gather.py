@@ -12,7 +12,7 @@ from k3jax.ops.mosaic import h200_mesh
 @pytest.mark.parametrize("D", [128, 384, 512])
 def test_rows_are_copied_bit_for_bit_and_an_index_past_the_end_gives_zeros(D):
     rng = np.random.default_rng(0)
-    x, index = jnp.asarray(rng.standard_normal((11, D)), jnp.bfloat16), rng.integers(0, 15, 24).astype(np.int32)
+    x, index = jnp.asarray(rng.standard_normal((11, D)), jnp.bfloat16), jnp.asarray(rng.integers(0, 15, 24), jnp.int32)
     want = x.at[index].get(mode="fill", fill_value=0)
     np.testing.assert_array_equal(gather_rows(x, index, interpret=True), want)
 
@@ -21,7 +21,10 @@ def test_rows_are_copied_bit_for_bit_and_an_index_past_the_end_gives_zeros(D):
 @pytest.mark.parametrize("D", [128, 384, 512])
 def test_rows_are_summed_in_float32_in_order_and_an_index_past_the_end_adds_nothing(N, K, D):
     rng = np.random.default_rng(1)
-    x, index = jnp.asarray(rng.standard_normal((11, D)), jnp.bfloat16), rng.integers(0, 15, (N, K)).astype(np.int32)
+    x, index = (
+        jnp.asarray(rng.standard_normal((11, D)), jnp.bfloat16),
+        jnp.asarray(rng.integers(0, 15, (N, K)), jnp.int32),
+    )
     want = np.zeros((N, D), np.float32)
     for k in range(K):
         want += np.asarray(x.at[index[:, k]].get(mode="fill", fill_value=0), np.float32)
