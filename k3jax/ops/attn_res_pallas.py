@@ -50,6 +50,7 @@ def why_not(shape: tuple[int, ...], *dtypes: Any) -> str | None:
     return f"the tokens of a device must be a multiple of {R}, not {tokens}" if tokens % R else None
 
 
+@bind(jax.jit, static_argnames=("eps", "interpret"))  # lowered once for all layers
 def mix_norm_backward(
     rows: tuple[jax.Array, ...],
     partial_MD: jax.Array,

@@ -111,6 +111,7 @@ def _run(body: Any, eps: float, arrays: list[Array], weight: Array, out: list[An
     )(*arrays, weight)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))  # lowered once for all layers
 def forward(x: Array, weight: Array, gate: Array, eps: float, interpret: bool = False) -> Array:
     """`gated_rms_norm`, in the dtype of `gate`."""
     arrays, dtypes = [x.reshape(-1, DIM), gate.reshape(-1, DIM)], [x.dtype, gate.dtype, gate.dtype]
@@ -118,6 +119,7 @@ def forward(x: Array, weight: Array, gate: Array, eps: float, interpret: bool = 
     return y[: arrays[0].shape[0]].reshape(gate.shape)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def backward(
     x: Array, weight: Array, gate: Array, eps: float, d_y: Array, interpret: bool = False
 ) -> tuple[Array, Array, Array]:

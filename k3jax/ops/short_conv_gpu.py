@@ -159,6 +159,7 @@ def _run(body: Any, out_type: Any, tiles: Any, args: tuple, segment_ids: Array |
     )(*args, *ids)
 
 
+@functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
 def forward(u: Array, weight: Array, segment_ids: Array | None, interpret: bool = False) -> Array:
     """SiLU of the convolution, in the dtype of `u`."""
     tiles = [plgpu.SMEM((ROWS + HALO, DIM), u.dtype), plgpu.SMEM((ROWS, DIM), u.dtype)]
@@ -167,6 +168,7 @@ def forward(u: Array, weight: Array, segment_ids: Array | None, interpret: bool 
     return _run(_forward_body, out, tiles, (u, jnp.moveaxis(weight, -1, 0)), segment_ids, interpret)[:, : u.shape[1]]
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def backward(
     u: Array, weight: Array, segment_ids: Array | None, d_y: Array, interpret: bool = False
 ) -> tuple[Array, Array]:

@@ -74,6 +74,11 @@ def _enough_rows(layout: GroupLayout) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_mlp(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLayout) -> jax.Array:
+    return _forward(options, z_NL, w13, w2, weights_NK, layout)
+
+
+@partial(jax.jit, static_argnums=0)  # kernels are lowered once for all layers
+def _forward(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLayout) -> jax.Array:
     rows_ML, scale_M = _rows_of(options, z_NL, layout), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     if options.implementation == "pallas":
         tiles = ragged.row_tiles(layout.group_sizes_E, len(rows_ML))
@@ -112,6 +117,7 @@ def _fwd(options: ExpertOptions, *args):
     return _expert_mlp(options, *args), args
 
 
+@partial(jax.jit, static_argnums=0)
 def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
     z_NL, w13, w2, weights_NK, layout = residuals
     rows_ML, dy_ML = _rows_of(options, z_NL, layout), _rows_of(options, d_out_NL, layout)
