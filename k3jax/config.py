@@ -288,10 +288,10 @@ class TrainConfig:
     accumulation: int = 1
     """Micro-batches per optimizer step; must divide data.batch_size."""
     remat: Remat = "none"
-    """What the forward pass keeps for the backward pass, from most to least: "none" all that it needs; "products" of
-    every layer its input, the results of its matrix products, of KDA, attention and the experts; "sublayer" and "layer"
-    the input of every sublayer or layer, and the results of KDA, attention and the experts; "block" the input of every
-    AttnRes block. The rest is computed a second time."""
+    """What the forward pass keeps for the backward pass, from most to least: "none" all that autodiff asks for;
+    "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;
+    "sublayer" and "layer" the input of every sublayer or layer, and the results of KDA, attention and the experts;
+    "block" the input of every AttnRes block. The rest is computed a second time."""
     unroll: bool = False
     """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
     not copied in and out of the stacks. Compile time then grows with the number of layers."""

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import LayerSpec, ModelConfig, Remat
 from k3jax.model import init
@@ -93,7 +94,8 @@ def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:
     policies = jax.checkpoint_policies
     policy = None if options.remat == "block" else policies.save_only_these_names(*KERNELS)
     if options.remat == "products":
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+        named = policies.save_only_these_names(*KERNELS, "operand")
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     # in a loop nothing can be shared between the passes; outside, XLA would keep what it is told to compute again
     return jax.checkpoint(fn, prevent_cse=options.unroll, policy=policy)
 
@@ -108,6 +110,7 @@ def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerI
             x, out["depth"], partial_BTD = mix_norm(
                 bank, inputs.reads[0], partial_BTD, query, norm, config.norm_eps, ~inputs.first
             )
+    x = checkpoint_name(x, "operand")
     if isinstance(layer.mixer, KDA):
         a, out["cache"] = layer.mixer(x, tokens.segment_ids, inputs.cache)
     else:
@@ -123,6 +126,7 @@ def _ffn_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, 
         with jax.named_scope("attn_res"):
             query, norm = layer.mlp_res.query(), layer.post_norm[...]
             x, out["depth"], partial_BTD = mix_norm(bank, inputs.reads[1], partial_BTD, query, norm, config.norm_eps)
+    x = checkpoint_name(x, "operand")
     if isinstance(layer.ffn, MLP):
         f = layer.ffn(x)
     else:

@@ -102,12 +102,14 @@ class KDA(nnx.Module):
             self.o_norm[...],
             batched=(True, False),
         )
+        o = checkpoint_name(o, "operand")
         return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
 
     def _mix(self, data: tuple, taps: tuple, gates: dict) -> jax.Array:
         q, k, v, g, beta, segment_ids = data
         config = self.config.kda
         q, k, v = (short_conv(u, w, segment_ids, implementation=beside_kda(config)) for u, w in zip((q, k, v), taps))
+        q, k, v = checkpoint_name((q, k, v), "operand")
         o = kda(
             q,
             k,

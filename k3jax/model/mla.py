@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
@@ -57,7 +58,7 @@ class MLA(nnx.Module):
         k_c = jnp.einsum("bsr,rhk->bshk", latent_BSR, self.k_b[...].astype(dtype))
         v = jnp.einsum("bsr,rhv->bshv", latent_BSR, self.v_b[...].astype(dtype))
         shared = jnp.broadcast_to(k_r_BSr[:, :, None], (*k_c.shape[:3], k_r_BSr.shape[-1]))
-        return jnp.concatenate([k_c, shared.astype(dtype)], axis=-1), v
+        return checkpoint_name(jnp.concatenate([k_c, shared.astype(dtype)], axis=-1), "operand"), v
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids: jax.Array | None, cache: MLACache | None, offset: jax.Array | int = 0
@@ -81,7 +82,8 @@ class MLA(nnx.Module):
         if mla.output_gate:
             gate = jnp.einsum("btd,dhv->bthv", x_BTD, self.g_proj[...].astype(dtype))
             o = o.astype(dtype) * jax.nn.sigmoid(gate)
-        return jnp.einsum("bthv,hvd->btd", o.astype(dtype), self.o_proj[...].astype(dtype)), cache, max_logit
+        o = checkpoint_name(o.astype(dtype), "operand")
+        return jnp.einsum("bthv,hvd->btd", o, self.o_proj[...].astype(dtype)), cache, max_logit
 
     def _attend(self, q, k, v, segment_ids) -> tuple[jax.Array, jax.Array]:
         """Over the call's own tokens."""

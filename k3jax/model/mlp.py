@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
@@ -22,4 +23,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        return situ_glu(x @ gate, x @ up, self.config.situ_beta, self.config.situ_linear_beta) @ down
+        hidden = situ_glu(x @ gate, x @ up, self.config.situ_beta, self.config.situ_linear_beta)
+        return checkpoint_name(hidden, "operand") @ down

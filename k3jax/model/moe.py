@@ -77,7 +77,7 @@ class LatentMoE(nnx.Module):
         routed = checkpoint_name(routed, "experts")
         if moe.latent_size is not None:
             if moe.latent_norm:
-                routed = rms_norm(routed, self.latent_norm[...], self.config.norm_eps)
+                routed = checkpoint_name(rms_norm(routed, self.latent_norm[...], self.config.norm_eps), "operand")
             routed = routed @ self.latent_up[...].astype(dtype)
         return (routed + self.shared(x_BTD) if moe.num_shared_experts else routed), stats
 
@@ -137,7 +137,7 @@ class LatentMoE(nnx.Module):
         valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
         layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
         options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
-        w13 = jnp.concatenate([w1, w3], axis=2)  # one pass together with their cast
+        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "operand")  # one pass together with their cast
         return expert_mlp(z_NL, w13, w2, routing.weights_NK, layout, options)
 
 
