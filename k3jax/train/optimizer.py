@@ -16,10 +16,11 @@ everything else after Moonlight (arXiv 2502.16982), since the report gives no ot
 Shape suffixes: M MLA layers, N layers of a stack, H heads, R LoRA rank, C nope + rope.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -182,63 +183,93 @@ def _leaf(path: tuple[Any, ...], x: Any, config: OptimizerConfig) -> Leaf:
 
 
 def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
-    def one(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-        layout = _leaf(path, update, config).layout
-
-        explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
+    flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
+    layouts = [_leaf(path, update, config).layout.rjust(update.ndim, "b") for path, update in flat]
+    together: dict[Any, list[int]] = {}
+    for i, ((_, update), layout) in enumerate(zip(flat, layouts)):
+        # put together with others, an expert axis that is sharded would be gathered
         sharded = any(jax.typeof(update).sharding.spec)
-
-        def orthogonalize(update: jax.Array) -> jax.Array:
-            return _orthogonalize(update, layout.rjust(update.ndim, "b"), config, sharded)
-
+        together.setdefault(i if sharded else _block_shape(update, layout), []).append(i)
+    out: list[Any] = [None] * len(flat)
+    for key, members in together.items():
+        orthogonalize = functools.partial(
+            _orthogonalize, layouts=[layouts[i] for i in members], config=config, merge=not isinstance(key, int)
+        )
+        arrays = [flat[i][1] for i in members]
+        explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
         if explicit_axes:
             # Newton-Schulz reshapes and transposes blocks: the partitioner finds the layouts, the result keeps ours.
-            spec = jax.typeof(update).sharding.spec
-            auto = jax.sharding.auto_axes(orthogonalize, axes=explicit_axes, out_sharding=spec)
-            orthogonalize = cast(Callable[[jax.Array], jax.Array], auto)
-        return orthogonalize(update)
-
-    return jax.tree_util.tree_map_with_path(one, updates)
-
-
-def _orthogonalize(update: jax.Array, layout: str, config: OptimizerConfig, sharded: bool = False) -> jax.Array:
-    """Newton-Schulz on every block of a leaf, scaled so that an orthogonal block has RMS `muon_rms`."""
-    order = [axis for letter in "brc" for axis, a in enumerate(layout) if a == letter]
-    shape = [update.shape[axis] for axis in order]
-    batch = shape[: layout.count("b")]
-    rows = math.prod(shape[len(batch) :][: layout.count("r")])
-    # flattened together, an expert axis that is sharded would be gathered
-    merged = batch if sharded else [math.prod(batch)]
-    blocks = jnp.transpose(update.astype(config.muon_ns_dtype), order).reshape(*merged, rows, -1)
-    blocks, scale = newton_schulz(blocks, config.muon_ns_steps)
-    orthogonal = jnp.transpose(blocks.reshape(shape), np.argsort(order).tolist())
-    return orthogonal.astype(update.dtype) * (scale * config.muon_rms * math.sqrt(max(blocks.shape[-2:])))
+            specs = [jax.typeof(update).sharding.spec for update in arrays]
+            auto: Any = jax.sharding.auto_axes(orthogonalize, axes=explicit_axes, out_sharding=specs)
+            orthogonalize = auto
+        for i, result in zip(members, orthogonalize(arrays)):
+            out[i] = result
+    return jax.tree.unflatten(treedef, out)
 
 
-def newton_schulz(x: jax.Array, steps: int) -> tuple[jax.Array, float]:
-    """The quintic iteration X ← a X + b G X + c G² X, G = X Xᵀ (Moonlight §2.1), from X / |X|_F.
+def _block_shape(update: jax.Array, layout: str) -> tuple[int, int]:
+    rows, columns = (math.prod(n for n, axis in zip(update.shape, layout) if axis == letter) for letter in "rc")
+    return rows, columns
+
+
+def _orthogonalize(
+    updates: list[jax.Array], layouts: list[str], config: OptimizerConfig, merge: bool
+) -> list[jax.Array]:
+    """Newton-Schulz on every block of leaves whose blocks have one shape, all at once, scaled so that an orthogonal
+    block has RMS `muon_rms`."""
+    orders = [[axis for letter in "brc" for axis, a in enumerate(layout) if a == letter] for layout in layouts]
+    shapes = [[update.shape[axis] for axis in order] for update, order in zip(updates, orders)]
+    batches = [shape[: layout.count("b")] for shape, layout in zip(shapes, layouts)]
+    rows, columns = _block_shape(updates[0], layouts[0])
+    parts = []
+    for update, order, batch in zip(updates, orders, batches):
+        merged = [math.prod(batch)] if merge else batch
+        blocks = jnp.transpose(update.astype(config.muon_ns_dtype), order).reshape(*merged, rows, columns)
+        parts.append(normalized(blocks))
+    blocks, scale = newton_schulz(jnp.concatenate(parts) if len(parts) > 1 else parts[0], config.muon_ns_steps)
+    scale *= config.muon_rms * math.sqrt(max(rows, columns))
+    ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
+    out = []
+    for update, order, shape, y in zip(updates, orders, shapes, jnp.split(blocks, ends) if ends else [blocks]):
+        orthogonal = jnp.transpose(y.reshape(shape), np.argsort(order).tolist())
+        out.append(orthogonal.astype(update.dtype) * scale)
+    return out
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    """Blocks [..., rows, columns] over their Frobenius norms."""
+    # written once: XLA would otherwise form it twice from the gradient and a copy of the momentum, four times the bytes
+    x = jax.lax.optimization_barrier(x)
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    norm = jnp.sqrt(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True))
+    return (x32 / (norm + 1e-8)).astype(x.dtype)
+
+
+def newton_schulz(y: jax.Array, steps: int) -> tuple[jax.Array, float]:
+    """The quintic iteration X ← a X + b G X + c G² X, G = X Xᵀ (Moonlight §2.1).
 
     It runs on Y = X / aᵏ after k steps, so that what is added never has a factor:
 
         G = Y Yᵀ        V = γ G Y + Y        Y ← β G V + Y        β = b/a · a²ᵏ        γ = c/b · a²ᵏ
 
     A GPU's matrix product multiplies by a constant and adds an array on its way out: a step is three products and no
-    other pass over memory. (XLA folds a constant into one product only, so none is used twice.) A block with more rows
-    than columns has G = Yᵀ Y on its right.
+    other pass over memory. XLA folds a constant into one product of a program only, for arrays of one shape; so none is
+    used twice, and all blocks of one shape go through one call. One with more rows than columns has G = Yᵀ Y on its
+    right.
 
     Args:
-        x: blocks [..., rows, columns], multiplied in their own dtype. XLA folds with one leading axis only.
+        y: `normalized` blocks [..., rows, columns], multiplied in their dtype. XLA folds with one leading axis only.
 
     Returns:
-        Y in the dtype of x, and the factor of it that makes the result: a to the power of `steps`.
+        Y in the same dtype, and the factor of it that makes the result: a to the power of `steps`.
     """
     a, b, c = NEWTON_SCHULZ
-    batch, tall = tuple(range(x.ndim - 2)), x.shape[-2] > x.shape[-1]
+    batch, tall = tuple(range(y.ndim - 2)), y.shape[-2] > y.shape[-1]
     # TF32 would make the float32 setting a lie on NVIDIA GPUs
-    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    precision = None if y.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
 
     def product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        contracted = ((x.ndim - 2 + axes[0],), (x.ndim - 2 + axes[1],))
+        contracted = ((y.ndim - 2 + axes[0],), (y.ndim - 2 + axes[1],))
         return jax.lax.dot_general(left, right, (contracted, (batch, batch)), precision=precision)
 
     def step(y: jax.Array, beta: jax.Array, gamma: jax.Array) -> jax.Array:
@@ -246,13 +277,8 @@ def newton_schulz(x: jax.Array, steps: int) -> tuple[jax.Array, float]:
         times = (lambda v: product(v, gram, (1, 0))) if tall else (lambda v: product(gram, v, (1, 0)))
         return times(times(y) * gamma + y) * beta + y
 
-    # written once: XLA would otherwise form it twice from the gradient and a copy of the momentum, four times the bytes
-    x = jax.lax.optimization_barrier(x)
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    norm = jnp.sqrt(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True))
-    y = (x32 / (norm + 1e-8)).astype(x.dtype)
-    betas, gammas = (np.asarray([f * a ** (2 * k) for k in range(steps)], x.dtype) for f in (b / a, c / b))
-    if x.dtype != jnp.bfloat16:  # nothing is folded, and a loop takes half the time to compile
+    betas, gammas = (np.asarray([f * a ** (2 * k) for k in range(steps)], y.dtype) for f in (b / a, c / b))
+    if y.dtype != jnp.bfloat16:  # nothing is folded, and a loop takes half the time to compile
         return jax.lax.scan(lambda y, f: (step(y, *f), None), y, (jnp.asarray(betas), jnp.asarray(gammas)))[0], a**steps
     for k in range(steps):
         y = step(y, jnp.asarray(betas[k]), jnp.asarray(gammas[k]))
