@@ -40,7 +40,7 @@ from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import Optimizer, make_optimizer, make_schedule
 from k3jax.train.report import implementations
 from k3jax.train.state import abstract_params, create_state
-from k3jax.train.step import make_train_step, place_batch
+from k3jax.train.step import compiler_options, make_train_step, place_batch
 
 Mechanism = Literal["attn_res", "muon", "balancing"]
 TRACED = 3  # steps in a trace
@@ -55,6 +55,8 @@ class Arguments:
     """Timed steps, after three of warm-up."""
     profile: bool = False
     """Also trace three steps. Kernels are then launched one by one: XLA's command buffers hide what they belong to."""
+    triton: bool = False
+    """Let XLA use Triton for matrix products, unlike training."""
     without: Mechanism | None = None
     """Leave out: attn_res (plain residuals), muon (AdamW for every parameter), balancing (no histogram and no update of
     the router biases)."""
@@ -178,7 +180,11 @@ def run(arguments: Arguments) -> None:
         if arguments.without == "muon":
             optimizer = adamw(config.optimizer, config.train.steps, optimizer.groups)
         state = create_state(config.model, optimizer.transform, mesh, config.train.seed)
-        step = jax.jit(make_train_step(config, optimizer, data.tokenizer.token_bytes), donate_argnums=0)
+        step = jax.jit(
+            make_train_step(config, optimizer, data.tokenizer.token_bytes),
+            donate_argnums=0,
+            compiler_options=None if arguments.triton else compiler_options(mesh),
+        )
         with data.train_loader() as loader:
             batches = [place_batch(next(loader), config.train.accumulation, mesh) for _ in range(8)]
         begin = time.perf_counter()
@@ -198,7 +204,12 @@ def run(arguments: Arguments) -> None:
             losses.append(float(metrics["loss"]))
             times.append(time.perf_counter() - begin)
         row = report(config, mesh, np.array(times[3:]), losses, device)
-        row |= {"without": arguments.without, "one_by_one": arguments.profile, "memory_bytes": memory}
+        row |= {
+            "without": arguments.without,
+            "triton": arguments.triton,
+            "one_by_one": arguments.profile,
+            "memory_bytes": memory,
+        }
         if arguments.profile:
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):

@@ -42,7 +42,7 @@ from k3jax.train.optimizer import make_optimizer
 from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
 from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
-from k3jax.train.step import abstract_batch, make_eval_step, make_train_step, place_batch
+from k3jax.train.step import abstract_batch, compiler_options, make_eval_step, make_train_step, place_batch
 
 
 class NonFiniteError(RuntimeError):
@@ -228,7 +228,8 @@ class _Run:
         def compile_step() -> Any:
             with jax.set_mesh(self.mesh):  # a mesh is set for one thread
                 step = make_train_step(config, self.optimizer, token_bytes)
-                return jax.jit(step, donate_argnums=0).lower(self.like, batch).compile()
+                options = compiler_options(self.mesh)
+                return jax.jit(step, donate_argnums=0, compiler_options=options).lower(self.like, batch).compile()
 
         with ThreadPoolExecutor(1) as pool:
             compiling = pool.submit(compile_step)

@@ -191,6 +191,15 @@ def make_train_step(
     return train_step
 
 
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:
+    """XLA's options for the training step, for `jax.jit`.
+
+    Triton products on GPUs take the factors of Newton-Schulz but leave its sums to passes of their own; cuBLAS's take
+    both.
+    """
+    return {"xla_gpu_enable_triton_gemm": False} if mesh.devices.flat[0].platform == "gpu" else None
+
+
 def make_eval_step(config: RunConfig, token_bytes: np.ndarray) -> Callable[[K3, jax.Array, Batch], Metrics]:
     """The evaluation step: frozen router biases, no histogram, no z-loss.
 
