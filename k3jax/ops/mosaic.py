@@ -121,6 +121,13 @@ class Kit:
         else:
             self._gpu(ref)[...] = value
 
+    def all_warps(self) -> None:
+        """All four warps are done with the products that they have waited for; their operands may be overwritten.
+
+        Needed where a kernel runs without automatic barriers; a warp waits for its own quarter of a product only.
+        """
+        plgpu.commit_smem()
+
     def release(self, barrier: Any) -> None:
         """Tell the loading warpgroup that this one has read its slot.
 

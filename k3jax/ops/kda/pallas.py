@@ -36,11 +36,9 @@ MIN_SEGMENT_CHUNKS = 16
 
 def unsupported(q: Array, k: Array, v: Array, g: Array, how: Activation) -> str | None:
     """Which condition of the kernels these inputs miss; None if they meet all but that of the device."""
-    dtypes = {x.dtype for x in (q, k, v)}
+    dtypes = {x.dtype for x in (q, k, v, g)}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
-        return f"q, k and v must be bfloat16, not {', '.join(sorted(map(str, dtypes)))}"
-    if g.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"g must be bfloat16 or float32, not {g.dtype}"
+        return f"q, k, v and g must be bfloat16, not {', '.join(sorted(map(str, dtypes)))}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] not in (64, 128):
         return f"K = V must be 64 or 128 (K = {q.shape[-1]}, V = {v.shape[-1]})"
     if not how.beta_is_logit:

@@ -32,11 +32,13 @@ from k3jax.ops.mosaic import COLUMN, ROW, Kit, along_columns, along_rows, smem
 
 from .gates import L2_EPS, Activation
 from .pallas_prep import (
+    ANCHOR,
     CHUNK,
     LEVELS,
     LOG2_E,
     STRIP,
     TILE,
+    UNGUARDED,
     Scratch,
     Team,
     Tokens,
@@ -44,7 +46,6 @@ from .pallas_prep import (
     first_level,
     level_pairs,
     log2_gate,
-    other_block,
     since_block,
     to_block_end,
 )
@@ -57,7 +58,7 @@ class Gradients(NamedTuple):
     q: jax.Array  # [N, H, K] bfloat16, as k and v
     k: jax.Array
     v: jax.Array
-    g: jax.Array  # [N, H, K] in the dtype of g: of the raw gate
+    g: jax.Array  # of the raw gate
     beta_logit: jax.Array  # [H, N] float32
 
 
@@ -98,11 +99,12 @@ def gradients(
     marked = tokens is not None
     bounded = how.gate == "lower_bound"
     first = first_level(how)
+    copies = 12 if marked else 11
 
     def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
-        dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, full, late, meet = refs
+        dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, small, full, late, meet = refs
         dss, (gs, da_s, dn_s) = scratch["ends"]
         named = {**scratch["tiles"], **scratch["masks"], **scratch["pairs"]}
         named |= {"dss": dss, "gs": gs, "da_s": da_s, "dn_s": dn_s}
@@ -119,19 +121,22 @@ def gradients(
 
         @functools.partial(team.only, 0)
         def _():
-            for i, (source, target) in enumerate(
-                (
-                    (g_g.at[tokens_i, h], s.g_first),
-                    (q_g.at[tokens_i, h], s.qs),
-                    (k_g.at[tokens_i, h], s.ks),
-                    (t_g.at[h, tokens_i], s.ts),
-                    (dvc_g.at[h, tokens_i], s.xs),
-                    (vc_g.at[h, tokens_i], s.vcs),
-                    (do_g.at[tokens_i, h], s.dos),
-                    (st_g.at[h, tile_i], s.sts),
-                    (ds_g.at[h, tile_i], s.dss),
-                )
-            ):
+            pairs = [
+                (g_g.at[tokens_i, h], s.g_first),
+                (q_g.at[tokens_i, h], s.qs),
+                (k_g.at[tokens_i, h], s.ks),
+                (t_g.at[h, tokens_i], s.ts),
+                (dvc_g.at[h, tokens_i], s.xs),
+                (vc_g.at[h, tokens_i], s.vcs),
+                (do_g.at[tokens_i, h], s.dos),
+                (st_g.at[h, tile_i], s.sts),
+                (ds_g.at[h, tile_i], s.dss),
+                (b_g.at[h, tokens_i], small["beta"]),
+                (bias_g.at[h], small["bias"]),
+            ]
+            if marked:
+                pairs.append((rows_g.at[:, tokens_i], small["marks"]))
+            for i, (source, target) in enumerate(pairs):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
 
         def arrived(*which):
@@ -142,7 +147,7 @@ def gradients(
             return kit.load(ref, ROW, optimized=False)
 
         def beta_row():
-            return row_vector(b_g.at[h, tokens_i])
+            return row_vector(small["beta"])
 
         def exchanged(i):
             return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
@@ -150,20 +155,20 @@ def gradients(
         def real(x):
             if not marked:
                 return x
-            return jnp.where(along_rows(row_vector(rows_g.at[1, tokens_i]), x.shape) > 0.5, x, 0.0)
+            return jnp.where(along_rows(row_vector(small["marks"].at[1]), x.shape) > 0.5, x, 0.0)
 
         def flagged(x, row):
-            return x if not marked else x * along_rows(row_vector(rows_g.at[row, tokens_i]), x.shape)
+            return x if not marked else x * along_rows(row_vector(small["marks"].at[row]), x.shape)
 
         def allowed(mask, columns, offset):
             """`mask` without pairs of tokens of two documents."""
             if not marked:
                 return mask
-            own = row_vector(rows_g.at[0, tokens_i])
-            other = kit.load(rows_g.at[0, pl.ds(tile_i * CHUNK + offset, columns)], COLUMN, optimized=False)
+            own = row_vector(small["marks"].at[0])
+            other = kit.load(small["marks"].at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
             return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
-        def tile_of(ref):
+        def get(ref):
             return kit.load(ref.at[:, mine]).astype(f32)
 
         def put(ref, value):
@@ -173,7 +178,7 @@ def gradients(
             return kit.mm(wide, (mask_ref, s.g16.at[:, mine]))
 
         def share_sums(shift):
-            masks = (s.since_s, since_block), (s.end_s, to_block_end), (s.other_s, other_block)
+            masks = (s.since_s, since_block), (s.end_s, to_block_end)
             team.share(*((ref, team.ones_where(mask(shift))) for ref, mask in masks))
 
         def share_order(mask):
@@ -191,15 +196,15 @@ def gradients(
             team.share((s.da_l, picked(s.da_s)), (s.dn_l, picked(s.dn_s)))
 
         def gate_of(raw):
-            bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, mine], COLUMN, optimized=False)
+            bias_v = None if how.gate == "none" else kit.load(small["bias"].at[mine], COLUMN, optimized=False)
             return raw, None if how.gate == "none" else rate_g[h], bias_v
 
         # Gates and norms, as in `prepare`.
-        arrived(0, 1, 2)
-        put(s.g16, real(log2_gate(*gate_of(real(tile_of(s.g_first))), how)))
+        arrived(0, 1, 2, *range(9, copies))
+        put(s.g16, real(log2_gate(*gate_of(real(get(s.g_first))), how)))
         if how.qk_l2norm:
             for i, ref in ((0, s.qs), (1, s.ks)):
-                x = real(tile_of(ref))
+                x = real(get(ref))
                 exchange[i, wg] = jnp.sum(x * x, axis=1)
         share_sums(LEVELS)
 
@@ -207,7 +212,8 @@ def gradients(
         # X, and what each token's own V' says about its β.
         arrived(3, 4, 5)
         x = kit.mm(wide, (kit.t(s.ts), s.xs.at[:, mine]))
-        exchange[2, wg] = jnp.sum(x * tile_of(s.vcs), axis=1)
+        kit.all_warps()
+        exchange[2, wg] = jnp.sum(x * get(s.vcs), axis=1)
         put(s.xs, x)
         sync()
         share_order(lambda r, c: r > c)
@@ -218,11 +224,11 @@ def gradients(
         team.only(0, lambda: db_g.__setitem__((h, tokens_i), exchanged(2) * (1.0 - beta_row())))
 
         def q_tile():
-            x = real(tile_of(s.qs))
+            x = real(get(s.qs))
             return x * (along_rows(norm_q * how.scale, wide) if how.qk_l2norm else how.scale)
 
         def k_tile():
-            x = real(tile_of(s.ks))
+            x = real(get(s.ks))
             return x * along_rows(norm_k, wide) if how.qk_l2norm else x
 
         s.move()
@@ -242,6 +248,7 @@ def gradients(
         rows_q = flagged(kit.mm(wide, (s.dos, s.sts.at[:, mine])), 2)
         rows_k = flagged(kit.mm(wide, (s.xs, s.sts.at[:, mine])) * along_rows(-beta_row(), wide), 2)
         writer = kit.mm(wide, (s.vcs, s.dss.at[:, mine]))
+        kit.all_warps()
         for i in range(0, dim, 64):
             some = pl.ds(i, 64)
             product = kit.load(s.sts.at[some, mine]).astype(f32) * kit.load(s.dss.at[some, mine]).astype(f32)
@@ -249,82 +256,83 @@ def gradients(
         sync()  # dO, V' and dS have been read: their tiles are free
         kit.store(s.da_s.at[:, part], d_a)
         kit.store(s.dn_s.at[:, part], d_n)
-        team.only(0, lambda: plgpu.copy_gmem_to_smem(g_g.at[tokens_i, h], s.gs, late))
-        put(s.xs, tile_of(s.xs) * along_rows(beta_row(), wide))
+        put(s.xs, get(s.xs) * along_rows(beta_row(), wide))
 
         def exact_sums(value):
             """Σ of float32 values over the tokens that `s.order_s` picks, as a high and a low half."""
             high = value.astype(bf16)
+            kit.all_warps()
             kit.store(s.dos.at[:, mine], high)
             put(s.vcs, value - high.astype(f32))
             plgpu.commit_smem()
             return kit.mm(wide, (s.order_s, s.dos.at[:, mine]), (s.order_s, s.vcs.at[:, mine]))
 
         s.move()
-        after = sums(s.end_s)
-        writer = flagged(writer * jnp.exp2(after), 3)
-        d_g = exact_sums(k_tile() * writer)
+        # Registers are scarce: what is not needed at once waits in shared memory.
+        put(s.gs, flagged(writer * jnp.exp2(sums(s.end_s)), 3))
+        d_g = exact_sums(k_tile() * get(s.gs))
         ones = kit.full(square, 1.0, bf16)
         s.move()
         through = kit.mm(wide, *((ones, s.sts.at[pl.ds(i, 64), mine]) for i in range(0, dim, 64)))
-        through = through * jnp.exp2(after + sums(s.since_s))
-        put(s.d_g, d_g + (through * keeps_g[tile_i] if marked else through))  # registers are scarce
+        through = through * jnp.exp2(sums(s.end_s) + sums(s.since_s))
+        d_g = d_g + (through * keeps_g[tile_i] if marked else through)
         sync()
         share_order(lambda r, c: c >= r)
+        put(s.d_g, d_g)
+        up = jnp.exp2(sums(s.since_s))
+        rows_q, rows_k = rows_q * up, rows_k * up
+        sync()
+        put(s.d_g, get(s.d_g) + exact_sums(q_tile() * rows_q + k_tile() * rows_k))
+        d_k = rows_k + get(s.gs)
+        sync()
+        team.only(0, lambda: plgpu.copy_gmem_to_smem(g_g.at[tokens_i, h], s.gs, late))
 
-        # Sums over pairs, from the largest blocks down.
+        # Sums over pairs, level by level. The pairs of a level lie in one block of twice its size, and so do the gates
+        # between them.
+        def gather(rows_q, d_k, up, down):
+            """Pairs of `da_l` and `dn_l`, anchored by up() as rows and down() as columns."""
+            s.move()
+            kit.all_warps()
+            put(s.dos, k_tile() * down())
+            plgpu.commit_smem()
+            part = kit.mm(wide, (s.da_l, s.dos.at[:, mine])) * up()
+            rows_q, value = rows_q + part, q_tile() * part
+            part = kit.mm(wide, (s.dn_l, s.dos.at[:, mine])) * up()
+            d_k, value = d_k + part, value + k_tile() * part
+            kit.all_warps()
+            s.move()
+            put(s.dos, q_tile() * up())
+            put(s.vcs, k_tile() * up())
+            plgpu.commit_smem()
+            part = kit.mm(wide, (kit.t(s.da_l), s.dos.at[:, mine]), (kit.t(s.dn_l), s.vcs.at[:, mine])) * down()
+            d_k, value = d_k + part, value - k_tile() * part
+            put(s.d_g, get(s.d_g) + exact_sums(value))
+            return rows_q, d_k
+
+        def share_block(shift, pairs):
+            share_pairs(pairs)
+            share_order(lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (c >= r))
+
         def level(i, gathered):
-            rows_q, rows_k, columns = gathered
             s.move()
             shift = LEVELS - 1 - i
             share_sums(shift)
-            share_pairs(level_pairs(shift))
+            share_block(shift + 1, level_pairs(shift))
             sync()
-            factor = jnp.where(team.odd(shift), jnp.exp2(sums(s.other_s)), 1.0)
-            rows_q, rows_k = rows_q * factor, rows_k * factor
-            put(s.dos, k_tile() * jnp.exp2(sums(s.end_s)))
-            plgpu.commit_smem()
-            rows_q = kit.mm_acc(rows_q, (s.da_l, s.dos.at[:, mine]))
-            rows_k = kit.mm_acc(rows_k, (s.dn_l, s.dos.at[:, mine]))
-            columns = columns * jnp.where(team.odd(shift), 1.0, jnp.exp2(sums(s.other_s)))
-            columns = add_columns(columns, jnp.exp2(sums(s.since_s)))
+            gathered = gather(*gathered, lambda: jnp.exp2(sums(s.since_s)), lambda: jnp.exp2(sums(s.end_s)))
             sync()
-            return rows_q, rows_k, columns
+            return gathered
 
-        def add_columns(columns, up):
-            put(s.dos, q_tile() * up)
-            put(s.vcs, k_tile() * up)
-            plgpu.commit_smem()
-            return kit.mm_acc(columns, (kit.t(s.da_l), s.dos.at[:, mine]), (kit.t(s.dn_l), s.vcs.at[:, mine]))
-
-        gathered = (rows_q, rows_k, kit.full(wide, 0.0, f32))
-        rows_q, rows_k, columns = lax.fori_loop(0, LEVELS - first, level, gathered)
-        s.move()
-        up = jnp.exp2(sums(s.since_s))
-        rows_q, rows_k = rows_q * up, rows_k * up
-        columns = columns * jnp.exp2(sums(s.end_s))
-        put(s.d_g, tile_of(s.d_g) + exact_sums(q_tile() * rows_q + k_tile() * (rows_k - columns)))
-        d_k = rows_k + columns + writer
+        rows_q, d_k = lax.fori_loop(0, LEVELS - first, level, (rows_q, d_k))
         s.move()
         if bounded:
-            share_pairs(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (r > c))
+            share_block(TILE, lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (r > c))
             sync()
-            share_order(lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (c >= r))
-            put(s.dos, k_tile() * jnp.exp2(-sums(s.since_s)))
-            plgpu.commit_smem()
-            up = jnp.exp2(sums(s.since_s))
-            within = kit.mm(wide, (s.da_l, s.dos.at[:, mine])) * up
-            rows_q, value = rows_q + within, q_tile() * within
-            within = kit.mm(wide, (s.dn_l, s.dos.at[:, mine])) * up
-            d_k, value = d_k + within, value + k_tile() * within
-            s.move()
-            within = add_columns(kit.full(wide, 0.0, f32), up) * jnp.exp2(-sums(s.since_s))
-            d_k, value = d_k + within, value - k_tile() * within
-            sync()
-            put(s.d_g, tile_of(s.d_g) + exact_sums(value))
+            up, down = lambda: jnp.exp2(sums(s.since_s) - ANCHOR), lambda: jnp.exp2(ANCHOR - sums(s.since_s))
+            rows_q, d_k = gather(rows_q, d_k, up, down)
         s.move()
         plgpu.barrier_wait(late)
-        d_raw = real(_gate_backward(*gate_of(real(tile_of(s.gs))), tile_of(s.d_g), how))
+        d_raw = real(_gate_backward(*gate_of(real(get(s.gs))), get(s.d_g), how))
         put(s.gs, d_raw)
 
         # A token's pair with itself has no decay in it.
@@ -338,7 +346,7 @@ def gradients(
             exchange[5, wg] = jnp.sum(k_tile() * d_k, axis=1)
             sync()
             d_k = (d_k - k_tile() * along_rows(exchanged(5), wide)) * along_rows(norm_k, wide)
-            unit_q = real(tile_of(s.qs)) * along_rows(norm_q, wide)
+            unit_q = real(get(s.qs)) * along_rows(norm_q, wide)
             d_q = (rows_q * how.scale - unit_q * along_rows(exchanged(4), wide)) * along_rows(norm_q, wide)
         else:
             d_q = rows_q * how.scale
@@ -356,7 +364,6 @@ def gradients(
         return jax.ShapeDtypeStruct((n, heads, dim), dtype)
 
     tile = smem((1, CHUNK, dim), bf16, STRIP)
-    gate_tile = smem((1, CHUNK, dim), g.dtype, STRIP)
     states = smem((1, dim, dim), bf16, STRIP)
     scores = smem((1, *square), bf16, slice_columns)
 
@@ -365,7 +372,7 @@ def gradients(
 
     kernel = kit.kernel(
         body,
-        out_type=[*[tokens_like(bf16)] * 3, tokens_like(g.dtype), jax.ShapeDtypeStruct((heads, n), f32)],
+        out_type=[*[tokens_like(bf16)] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
         grid=(n // CHUNK, heads),
         grid_names=("t", "h"),
         num_threads=groups,
@@ -374,18 +381,23 @@ def gradients(
             {
                 "tiles": {name: tile for name in ("qs", "ks", "dos", "vcs", "xs")},
                 "states": plgpu.RefUnion(states, smem((1, CHUNK, dim), f32, STRIP)),
-                "masks": {name: mask(f16) for name in ("since_s", "end_s", "other_s")},
+                "masks": {name: mask(f16) for name in ("since_s", "end_s")},
                 "pairs": {name: mask(bf16) for name in ("da_l", "dn_l")},
-                "gates": plgpu.RefUnion(gate_tile, smem((1, CHUNK, dim), f16, STRIP)),
+                "gates": plgpu.RefUnion(tile, smem((1, CHUNK, dim), f16, STRIP)),
                 "inverse": plgpu.RefUnion(mask(bf16), mask(bf16)),
-                "ends": plgpu.RefUnion(states, [gate_tile, scores, scores]),
+                "ends": plgpu.RefUnion(states, [tile, scores, scores]),
             },
             plgpu.SMEM((6, groups, CHUNK), f32),
-            plgpu.Barrier(num_barriers=9),
+            {
+                "beta": plgpu.SMEM((CHUNK,), f32),
+                "bias": plgpu.SMEM((dim,), f32),
+                **({"marks": plgpu.SMEM((4, CHUNK), f32)} if marked else {}),
+            },
+            plgpu.Barrier(num_barriers=copies),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=groups),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=UNGUARDED,
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
     scanned = (forward.corrected, backward.corrected, forward.states, backward.states)

@@ -42,6 +42,15 @@ STEEPEST = -100.0 * LOG2_E
 
 
 # By head width: warpgroups that share a tile, and tiles of a program.
+# Under the bounded gate, operands anchored at the start of 16 tokens reach e^80; half of that is taken off one of them.
+# (The constant also keeps a bare minus sign off products: the compiler moves it before the wait for wgmma, and the
+# assembler then runs every wgmma of the kernel one at a time.)
+ANCHOR = -58  # log2
+
+# No barrier around every load and store of shared memory. What makes that safe: a warp writes only the rows of a tile that
+# it alone reads; `Kit.all_warps` stands between a product and the first write to its operands, `Team.sync` wherever
+# warpgroups meet.
+UNGUARDED = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 STRIP = 32  # channels that a warpgroup handles at a time: what its registers hold without spilling
 PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
 
@@ -183,18 +192,22 @@ def inverse(kit: Kit, m_ref, work, out) -> None:
     shape, half = (CHUNK, CHUNK), CHUNK // 2
 
     def block(shift, first) -> jax.Array:
-        """32 columns of what level `shift` sees of M."""
+        """32 columns of what level `shift` sees of −M."""
         pairs = level_pairs(shift)(kit.iota((CHUNK, half), 0), kit.iota((CHUNK, half), 1) + first)
-        return jnp.where(pairs, kit.load(m_ref.at[:, pl.ds(first, half)]).astype(jnp.float32), 0.0).astype(jnp.float16)
+        m = kit.load(m_ref.at[:, pl.ds(first, half)]).astype(jnp.float32)
+        return jnp.where(pairs, -m, 0.0).astype(jnp.float16)
 
     def merge(shift, t):
         t16 = t.astype(jnp.float16)
         kit.store(work, t16)
         plgpu.commit_smem()
         y = kit.mm(shape, *((block(shift, i), work.at[pl.ds(i, half)]) for i in (0, half)))
+        kit.all_warps()
         kit.store(work, y.astype(jnp.float16))
         plgpu.commit_smem()
-        return kit.mm_acc(t, (-t16, work))
+        t = kit.mm_acc(t, (t16, work))
+        kit.all_warps()
+        return t
 
     identity = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0)
     kit.store(out, lax.fori_loop(0, LEVELS, merge, identity).astype(jnp.bfloat16))
@@ -216,7 +229,7 @@ def prepare(
     """Run the kernel. N is a multiple of 64, K = V is 64 or 128.
 
     Args:
-      q, k, v: [N, H, K] bfloat16; g: [N, H, K] bfloat16 or float32.
+      q, k, v, g: [N, H, K] bfloat16.
       beta: [H, N] float32 in (0, 1), 0 where a token is not real.
       rate: [H] float32, e^A_log (ignored without a gate). bias: [H, K] float32.
     """
@@ -232,6 +245,7 @@ def prepare(
     marked = tokens is not None
     bounded = how.gate == "lower_bound"
     first = first_level(how)
+    copies = 7 if marked else 6
 
     def body(*refs):
         program, thread = lax.axis_index("p"), lax.axis_index("wg")
@@ -243,7 +257,7 @@ def prepare(
         if marked:
             rows_g, keeps_g, *refs = refs
         w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, *refs = refs
-        scratch, exchange, full, meet = refs
+        scratch, exchange, small, full, meet = refs
         named = dict(scratch["tiles"])
         named |= dict(zip(("g_raw", "g16"), scratch["gates"]))
         named |= dict(zip(("since_s", "a_s"), scratch["scores"]))
@@ -251,7 +265,8 @@ def prepare(
         named |= dict(zip(("other_s", "work", "t_s"), scratch["inverse"]))
         s = Scratch(named, slot, zero_g)
         exchange, meet = exchange.at[slot], meet.at[slot]
-        full = [full.at[slot * 4 + i] for i in range(4)]
+        small = {name: ref.at[slot] for name, ref in small.items()}
+        full = [full.at[slot * copies + i] for i in range(copies)]
         tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
         team = Team(kit, wg, groups, meet)
         strips = [pl.ds(wg * width + i, STRIP) for i in range(0, width, STRIP)]
@@ -261,8 +276,16 @@ def prepare(
 
         @functools.partial(team.only, 0)
         def _():
-            for i, (source, target) in enumerate(((g_g, s.g_raw), (q_g, s.qs), (k_g, s.ks), (v_g, s.vs))):
-                plgpu.copy_gmem_to_smem(source.at[tokens_i, h], target, full[i])
+            tokens_of = [(g_g, s.g_raw), (q_g, s.qs), (k_g, s.ks), (v_g, s.vs)]
+            pairs = [(source.at[tokens_i, h], target) for source, target in tokens_of]
+            pairs += [(b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
+            if marked:
+                pairs.append((rows_g.at[:, tokens_i], small["marks"]))
+            for (source, target), barrier in zip(pairs, full):
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+
+        for barrier in full[4:]:
+            plgpu.barrier_wait(barrier)
 
         def row_vector(ref):
             return kit.load(ref, ROW, optimized=False)
@@ -282,21 +305,21 @@ def prepare(
         def real(x):
             if not marked:
                 return x
-            return jnp.where(along_rows(row_vector(rows_g.at[1, tokens_i]), x.shape) > 0.5, x, 0.0)
+            return jnp.where(along_rows(row_vector(small["marks"].at[1]), x.shape) > 0.5, x, 0.0)
 
         def allowed(mask, columns, offset):
             """`mask` without pairs of tokens of two documents."""
             if not marked:
                 return mask
-            own = row_vector(rows_g.at[0, tokens_i])
-            other = kit.load(rows_g.at[0, pl.ds(tile_i * CHUNK + offset, columns)], COLUMN, optimized=False)
+            own = row_vector(small["marks"].at[0])
+            other = kit.load(small["marks"].at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
             return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
         # Gates, and each warpgroup's share of the norms.
         plgpu.barrier_wait(full[0])
         rate_h = None if how.gate == "none" else rate_g[h]
         for at in strips:
-            bias_v = None if how.gate == "none" else kit.load(bias_g.at[h, at], COLUMN, optimized=False)
+            bias_v = None if how.gate == "none" else kit.load(small["bias"].at[at], COLUMN, optimized=False)
             put(s.g16, at, real(log2_gate(real(get(s.g_raw, at)), rate_h, bias_v, how)))
         team.share(
             (s.since_s, team.ones_where(since_block(first))),
@@ -312,6 +335,7 @@ def prepare(
         sync()
 
         s.move()
+
         # Decay over the chunk: with channels as rows it is one value a row.
         @pl.when(wg < dim // 64)
         def _():
@@ -321,12 +345,14 @@ def prepare(
             decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
 
         s.move()
+
         # Scores, level by level.
         def scores():
             other = kit.t(s.xs.at[part])
             return kit.mm(scores_shape, (s.qs, other)), kit.mm(scores_shape, (s.ks, other))
 
         offset = wg * slice_columns
+
         def normalised(ref, at, i):
             x = real(get(ref, at))
             return x * along_rows(lax.rsqrt(exchanged(i) + L2_EPS), strip) if how.qk_l2norm else x
@@ -340,7 +366,7 @@ def prepare(
                 itself.append(jnp.sum(x * y, axis=1))  # a token's pair with itself, which no level has
             put(s.qs, at, x * up)
             put(s.ks, at, y * up)
-            put(s.xs, at, y * jnp.exp2(-sums(s.since_s, at)) if bounded else y)
+            put(s.xs, at, y * jnp.exp2(ANCHOR - sums(s.since_s, at)) if bounded else y)
         if itself:
             exchange[2, wg] = functools.reduce(jnp.add, itself)
         sync()
@@ -348,11 +374,11 @@ def prepare(
         if bounded:
             sq, sk = scores()
             same = allowed(block_of(r, TILE) == block_of(c, TILE), slice_columns, offset)
-            a, m = jnp.where(same & (r >= c), sq, 0.0), jnp.where(same & (r > c), sk, 0.0)
+            a, m = (jnp.where(same & mask, x * 2.0**-ANCHOR, 0.0) for mask, x in ((r >= c, sq), (r > c, sk)))
             sync()  # all have read the operands
             s.move()
             for at in strips:
-                put(s.xs, at, get(s.xs, at) * jnp.exp2(sums(s.since_s, at) + sums(s.end_s, at)))
+                put(s.xs, at, get(s.xs, at) * jnp.exp2(sums(s.since_s, at) + sums(s.end_s, at) - ANCHOR))
         else:
             a = jnp.where(r == c, along_rows(exchanged(2), scores_shape), 0.0)
             m = a * 0.0
@@ -375,13 +401,13 @@ def prepare(
 
         a, m = lax.fori_loop(first, LEVELS, level, (a, m))
         s.move()
-        be = row_vector(b_g.at[h, tokens_i])
+        be = row_vector(small["beta"])
         kit.store(s.a_s.at[:, part], a.astype(bf16))
         kit.store(s.m_s.at[:, part], (m * along_rows(be, scores_shape)).astype(f16))
         if marked:
             for at in strips:
                 for ref, flag in ((s.qs, 2), (s.ks, 2), (s.xs, 3)):
-                    put(ref, at, get(ref, at) * along_rows(row_vector(rows_g.at[flag, tokens_i]), strip))
+                    put(ref, at, get(ref, at) * along_rows(row_vector(small["marks"].at[flag]), strip))
         sync()
 
         @functools.partial(team.only, 0)
@@ -393,15 +419,17 @@ def prepare(
 
         s.move()
         plgpu.barrier_wait(full[3])
-        beta = along_rows(row_vector(b_g.at[h, tokens_i]), strip)
+        beta = along_rows(row_vector(small["beta"]), strip)
         for at in strips:
-            put(s.ks, at, get(s.ks, at) * beta)
+            put(s.ks, at, get(s.ks, at) * -beta)
             put(s.vs, at, real(get(s.vs, at)) * beta)
         sync()
         s.move()
         for at in strips:
-            put(s.ks, at, -kit.mm(strip, (s.t_s, s.ks.at[:, at])))
-            put(s.vs, at, kit.mm(strip, (s.t_s, s.vs.at[:, at])))
+            w, u = kit.mm(strip, (s.t_s, s.ks.at[:, at])), kit.mm(strip, (s.t_s, s.vs.at[:, at]))
+            kit.all_warps()
+            put(s.ks, at, w)
+            put(s.vs, at, u)
         sync()
 
         @functools.partial(team.only, 0)
@@ -434,18 +462,21 @@ def prepare(
         scratch_types=[
             {
                 "tiles": {name: tile_of_tokens for name in ("qs", "ks", "xs", "vs")},
-                "gates": plgpu.RefUnion(
-                    smem((tiles, CHUNK, dim), g.dtype, STRIP), smem((tiles, CHUNK, dim), f16, STRIP)
-                ),
+                "gates": plgpu.RefUnion(tile_of_tokens, smem((tiles, CHUNK, dim), f16, STRIP)),
                 "scores": plgpu.RefUnion(mask(f16, STRIP), mask(bf16, slice_columns)),
                 "strict scores": plgpu.RefUnion(mask(f16, STRIP), mask(f16, slice_columns)),
                 "inverse": plgpu.RefUnion(mask(f16, STRIP), mask(f16, CHUNK // 2), mask(bf16, STRIP)),
             },
             plgpu.SMEM((tiles, 3, groups, CHUNK), f32),
-            plgpu.Barrier(num_barriers=4 * tiles),
+            {
+                "beta": plgpu.SMEM((tiles, CHUNK), f32),
+                "bias": plgpu.SMEM((tiles, dim), f32),
+                **({"marks": plgpu.SMEM((tiles, 4, CHUNK), f32)} if marked else {}),
+            },
+            plgpu.Barrier(num_barriers=copies * tiles),
             plgpu.Barrier(num_arrivals=groups, num_barriers=tiles),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=UNGUARDED,
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
     return Prepared(*kernel(q, k, v, g, beta, rate, bias, jnp.zeros(1, jnp.int32), *marks))
