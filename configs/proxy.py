@@ -11,8 +11,7 @@ config = RunConfig(
     optimizer=OptimizerConfig(learning_rate=6e-4, muon_ns_dtype="bfloat16"),
     train=TrainConfig(
         steps=200,
-        remat="products",
-        unroll=True,
+        remat="layer",
         loss_chunk=4096,
         eval_interval=100,
         eval_batches=16,

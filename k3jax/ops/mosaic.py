@@ -21,6 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+INTERPRETER = plgpu.InterpretGPUParams()
 LAYOUT = plgpu.Layout.WGMMA
 ROW = LAYOUT.reduce(1)  # one value for each row of a WGMMA tile
 COLUMN = LAYOUT.reduce(0)  # one value for each column
@@ -150,8 +151,14 @@ class Kit:
 
     def kernel(self, body: Callable[..., None], **kwargs: Any) -> Callable[..., Any]:
         """`plgpu.kernel` where this kit runs."""
-        params = plgpu.InterpretGPUParams() if self.interpret else None
-        return plgpu.kernel(body, interpret=params, **kwargs)
+        return plgpu.kernel(body, interpret=INTERPRETER if self.interpret else None, **kwargs)
+
+    def union(self, *groups: Any) -> Any:
+        """Groups of tiles that take turns in one piece of memory; unpacks into the groups.
+
+        Interpreted, each has memory of its own: the race detector takes a union for one location.
+        """
+        return list(groups) if self.interpret else plgpu.RefUnion(*groups)
 
 
 def h200_mesh() -> jax.sharding.AbstractMesh:

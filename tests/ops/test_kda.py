@@ -363,7 +363,7 @@ def test_remat_inside_a_scan_over_layers_changes_nothing(x64):
 
 def test_none_resolves_to_a_named_implementation():
     assert resolve_implementation(None, "no GPU") == "xla"
-    assert resolve_implementation(None, None) == "pallas"
+    assert resolve_implementation("pallas", None) == "pallas"
     assert resolve_implementation("reference", "no GPU") == "reference"
     with pytest.raises(ValueError, match="cannot run here: no GPU"):
         resolve_implementation("pallas", "no GPU")

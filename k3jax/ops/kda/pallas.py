@@ -1,7 +1,8 @@
 """KDA on Hopper: the Mosaic GPU kernels behind `kda(..., implementation="pallas")`, as one differentiable function.
 
-Forward: `prepare` (token-parallel) and `scan` (over chunks of 64). Backward: both again from the raw inputs, the reverse
-scan, and `gradients`. Nothing is kept between the two but the inputs, and for long rows the states at segment borders.
+Forward: `prepare` (token-parallel) and `scan` (over chunks of 64). Backward: both again from the raw inputs, the
+reverse scan, and `gradients`. Nothing is kept between the two but the inputs, and for long rows the states at segment
+borders.
 
 Rows with too few heads to fill the GPU are cut in segments that run side by side. Each is first run from a zero state
 and, to learn what it does to an incoming one, from the identity; a short chain of products then gives every segment's

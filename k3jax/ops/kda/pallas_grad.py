@@ -34,11 +34,11 @@ from .gates import L2_EPS, Activation
 from .pallas_prep import (
     ANCHOR,
     CHUNK,
+    COMPILER,
     LEVELS,
     LOG2_E,
     STRIP,
     TILE,
-    UNGUARDED,
     Scratch,
     Team,
     Tokens,
@@ -380,12 +380,12 @@ def gradients(
         scratch_types=[
             {
                 "tiles": {name: tile for name in ("qs", "ks", "dos", "vcs", "xs")},
-                "states": plgpu.RefUnion(states, smem((1, CHUNK, dim), f32, STRIP)),
+                "states": kit.union(states, smem((1, CHUNK, dim), f32, STRIP)),
                 "masks": {name: mask(f16) for name in ("since_s", "end_s")},
                 "pairs": {name: mask(bf16) for name in ("da_l", "dn_l")},
-                "gates": plgpu.RefUnion(tile, smem((1, CHUNK, dim), f16, STRIP)),
-                "inverse": plgpu.RefUnion(mask(bf16), mask(bf16)),
-                "ends": plgpu.RefUnion(states, [tile, scores, scores]),
+                "gates": kit.union(tile, smem((1, CHUNK, dim), f16, STRIP)),
+                "inverse": kit.union(mask(bf16), mask(bf16)),
+                "ends": kit.union(states, [tile, scores, scores]),
             },
             plgpu.SMEM((6, groups, CHUNK), f32),
             {
@@ -397,7 +397,7 @@ def gradients(
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=groups),
         ],
-        compiler_params=UNGUARDED,
+        compiler_params=COMPILER,
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
     scanned = (forward.corrected, backward.corrected, forward.states, backward.states)

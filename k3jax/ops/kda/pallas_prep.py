@@ -7,10 +7,10 @@ With G the running sum of the log-decay in the chunk, Q = scale·q and k normali
 
 A decay per channel must be split between the two operands of a product, around an anchor that all their tokens share.
 Levels do that with exponents that are never positive: at level b the chunk is cut in blocks of b tokens, and the pairs
-with the row in an odd block and the column in the even block before it are anchored at the border between the two. Going
-to level 2b multiplies the rows of odd blocks by the decay over the block before, the columns of even blocks by that over
-the block after. With a gate bounded by −5 the diagonal blocks of 16 tokens are one product more, anchored at their
-start (e^80 is finite); any other gate goes down to level 1.
+with the row in an odd block and the column in the even block before it are anchored at the border between the two.
+Going to level 2b multiplies the rows of odd blocks by the decay over the block before, the columns of even blocks by
+that over the block after. With a gate bounded by −5 the diagonal blocks of 16 tokens are one product more, anchored at
+their start (e^80 is finite); any other gate goes down to level 1.
 
 T is built by the same levels: T ← T − T M_b T, whose entries stay within [−1, 1], so that nearly parallel keys cost no
 digits (a Neumann series over a block of 16 loses all of them).
@@ -47,10 +47,10 @@ STEEPEST = -100.0 * LOG2_E
 # assembler then runs every wgmma of the kernel one at a time.)
 ANCHOR = -58  # log2
 
-# No barrier around every load and store of shared memory. What makes that safe: a warp writes only the rows of a tile that
-# it alone reads; `Kit.all_warps` stands between a product and the first write to its operands, `Team.sync` wherever
-# warpgroups meet.
-UNGUARDED = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+# Pallas puts a barrier before and after every store to shared memory. Most are not needed here: a warp writes only rows
+# that it alone reads, `Kit.all_warps` stands between a product and the first write to its operands, and `Team.sync`
+# wherever warpgroups meet. They stay until the kernels have been run without them.
+COMPILER = plgpu.CompilerParams(approx_math=True)
 STRIP = 32  # channels that a warpgroup handles at a time: what its registers hold without spilling
 PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
 
@@ -126,8 +126,8 @@ def level_pairs(shift):
 class Scratch:
     """A kernel's shared memory by name, tiles [program's tiles, ...] seen at one of them.
 
-    Each stage sees it at addresses of its own. Otherwise the compiler computes every address and descriptor of the kernel
-    once, keeps them all in registers, and spills the tiles: `zero` [1] holds a 0 that it cannot know and reads again.
+    Each stage sees it at addresses of its own. Otherwise the compiler computes every address and descriptor of the
+    kernel once, keeps them all in registers, and spills the tiles: `zero` [1] holds a 0 that it cannot know.
     """
 
     def __init__(self, named: dict[str, Any], index, zero):
@@ -146,8 +146,8 @@ class Scratch:
 class Team:
     """The warpgroups that share a tile. They take turns at building masks in shared memory, in strips of columns.
 
-    Masks are matrices of zeros and ones that wgmma reads from shared memory: kept in registers, they would leave no room
-    for anything else.
+    Masks are matrices of zeros and ones that wgmma reads from shared memory: kept in registers, they would leave no
+    room for anything else.
     """
 
     def __init__(self, kit: Kit, wg, groups: int, meet):
@@ -462,10 +462,10 @@ def prepare(
         scratch_types=[
             {
                 "tiles": {name: tile_of_tokens for name in ("qs", "ks", "xs", "vs")},
-                "gates": plgpu.RefUnion(tile_of_tokens, smem((tiles, CHUNK, dim), f16, STRIP)),
-                "scores": plgpu.RefUnion(mask(f16, STRIP), mask(bf16, slice_columns)),
-                "strict scores": plgpu.RefUnion(mask(f16, STRIP), mask(f16, slice_columns)),
-                "inverse": plgpu.RefUnion(mask(f16, STRIP), mask(f16, CHUNK // 2), mask(bf16, STRIP)),
+                "gates": kit.union(tile_of_tokens, smem((tiles, CHUNK, dim), f16, STRIP)),
+                "scores": kit.union(mask(f16, STRIP), mask(bf16, slice_columns)),
+                "strict scores": kit.union(mask(f16, STRIP), mask(f16, slice_columns)),
+                "inverse": kit.union(mask(f16, STRIP), mask(f16, CHUNK // 2), mask(bf16, STRIP)),
             },
             plgpu.SMEM((tiles, 3, groups, CHUNK), f32),
             {
@@ -476,7 +476,7 @@ def prepare(
             plgpu.Barrier(num_barriers=copies * tiles),
             plgpu.Barrier(num_arrivals=groups, num_barriers=tiles),
         ],
-        compiler_params=UNGUARDED,
+        compiler_params=COMPILER,
     )
     marks = (tokens.rows, tokens.keeps) if marked else ()
     return Prepared(*kernel(q, k, v, g, beta, rate, bias, jnp.zeros(1, jnp.int32), *marks))
