@@ -140,6 +140,7 @@ def products(table: Table, shape: str, M: int, E: int, D: int, F: int, tilings: 
         forward = jax.jit(partial(mosaic.rows_times_matrices, tiling=tiling))
         dx = jax.jit(partial(mosaic.rows_times_matrices, tiling=tiling, transpose=True))
         dw = jax.jit(partial(mosaic.outer_products, tiling=tiling))
+        ordered = jax.jit(partial(mosaic.outer_products, tiling=dataclasses.replace(tiling, largest_first=True)))
         even = np.full(E, M // E // 8 * 8, np.int32)
         splits = {"even groups": even, "align 8": sizes_of(M, E, 8)} | ({"align 1": sizes} if len(tilings) > 1 else {})
         for split, cut in splits.items():
@@ -148,6 +149,7 @@ def products(table: Table, shape: str, M: int, E: int, D: int, F: int, tilings: 
             add(f"{tag} forward", forward, x, w, tiles)
             add(f"{tag} dx", dx, dy, w, tiles)
             add(f"{tag} dw", dw, x, dy, cut)
+            add(f"{tag} dw, largest first", ordered, x, dy, cut)
     three = {"flops": 3 * flops, "bytes": 3 * bytes}
     add("pallas all", partial(all_three, implementation="pallas", tiling=tilings[0]), x, w, sizes, dy, **three)
     if len(tilings) > 1:
@@ -198,13 +200,25 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     gate, up = random(5, M, F), random(6, M, F)
     w13, w2 = random(7, E, L, 2 * F) / L**0.5, random(8, E, F, L) / F**0.5
     interpret, moved = tiling.interpret, 2 * (M + N) * L
-    add("gather of tokens", lambda z, s: gather_rows(z, s // K, interpret), z, layout.slot_of_row, bytes=moved)
+    add(
+        "gather of tokens, TMA copies",
+        lambda z, s: gather_rows(z, s // K, interpret),
+        z,
+        layout.slot_of_row,
+        bytes=moved,
+    )
     add("gather of tokens, XLA", lambda z, s: rows_at(z, s // K), z, layout.slot_of_row, bytes=moved)
 
     def sum_of_slots(y, rows_of):
         return reduce(jnp.add, [rows_at(y, rows_of[:, k]).astype(jnp.float32) for k in range(K)]).astype(y.dtype)
 
-    add("sum over a token's rows", partial(sum_rows, interpret=interpret), rows, layout.row_of_NK, bytes=moved)
+    add(
+        "sum over a token's rows, TMA copies",
+        partial(sum_rows, interpret=interpret),
+        rows,
+        layout.row_of_NK,
+        bytes=moved,
+    )
     add("sum over a token's rows, XLA", sum_of_slots, rows, layout.row_of_NK, bytes=moved)
     scale, tiles = random(9, M, dtype=jnp.float32), ragged.row_tiles(layout.group_sizes_E, M)
 
@@ -220,12 +234,14 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     add("dx of gate and up", lambda g, u, w, t: multiply((g, u), w, t, transpose=True), gate, up, w13, tiles, **both)
     pair = lambda x, g, u, s: mosaic.outer_products(x, (g, u), s, tiling=tiling)  # noqa: E731
     add("dw of gate and up", pair, rows, gate, up, layout.group_sizes_E, **both)
-    options = ExpertOptions(4.0, 25.0, 8, "pallas", tiling)
-    apply = lambda z, w13, w2, p: expert_mlp(z, w13, w2, p, layout, options)  # noqa: E731
-    grad = jax.grad(lambda *args: jnp.sum(apply(*args) ** 2), (0, 1, 2, 3))
     flops = 6 * M * L * F
-    add("expert_mlp forward", apply, z, w13, w2, weights, flops=flops)
-    add("expert_mlp forward and backward", grad, z, w13, w2, weights, flops=3 * flops + flops * 2 / 3)
+    for name in ("", "fused_gradient", "row_copies"):
+        options = ExpertOptions(4.0, 25.0, 8, "pallas", tiling, **({name: True} if name else {}))
+        apply = lambda z, w13, w2, p, options=options: expert_mlp(z, w13, w2, p, layout, options)  # noqa: E731
+        grad = jax.grad(lambda *args, apply=apply: jnp.sum(apply(*args) ** 2), (0, 1, 2, 3))
+        tag = f"expert_mlp {name}".strip()
+        add(f"{tag} forward", apply, z, w13, w2, weights, flops=flops)
+        add(f"{tag} forward and backward", grad, z, w13, w2, weights, flops=3 * flops + flops * 2 / 3)
 
 
 def whole_layer(table: Table, B: int, T: int, config: Any, names: tuple[str, ...]) -> None:
@@ -277,7 +293,7 @@ def main() -> None:
         products(table, "small", 256, 4, 128, 128, tilings, peers=False)
         return
     tilings = [Tiling(256, 4), Tiling(128, 6)] if arguments.tilings else [Tiling()]
-    correctness(table, False, tilings)
+    correctness(table, False, [*tilings, Tiling(largest_first=True)])
     whole_layer(table, 4, 4096, proxy(), ("pallas", "blocked") if arguments.peers else ("pallas",))
     layer_parts(table, 16_384, 8, 64, 768, 768, tilings[0])
     products(table, "proxy", 131_072, 64, 768, 768, tilings, peers=False)

@@ -1,5 +1,6 @@
 """The Mosaic kernels of `k3jax.ops.grouped_matmul`: interpreted against a loop over experts, lowered for an H200."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -106,11 +107,11 @@ def test_wide_matrices_get_an_unrounded_gradient():
     np.testing.assert_allclose(dw, want[2], rtol=0, atol=1e-4)
 
 
-def test_the_grid_and_the_ring_change_no_bit():
+def test_the_grid_the_ring_and_the_order_of_groups_change_no_bit():
     sizes = np.asarray([70, 5, 58], np.int32)
     x, w, dy = make(4, sizes, 136)
     one = products(x, w, sizes, dy, INTERPRET)
-    for tiling in (Tiling(128, 3, 1, True), Tiling(64, 4, 5, True)):
+    for tiling in (Tiling(128, 3, 1, True), Tiling(64, 4, 5, True), replace(INTERPRET, largest_first=True)):
         for a, b in zip(products(x, w, sizes, dy, tiling), one):
             np.testing.assert_array_equal(a, b)
 
@@ -198,13 +199,14 @@ def test_every_product_lowers_for_an_h200(rows, E, D, F):
             multiply(x, w13, glu=Glu(scale, 4.0, 25.0)),
             mosaic.outer_products(x, dy, sizes),
             mosaic.outer_products(x, (dy, dy), sizes, out_dtype=jnp.float32),
+            mosaic.outer_products(x, dy, sizes, tiling=Tiling(largest_first=True)),
             glu_gradient(x, x, w13, w.swapaxes(1, 2), tiles, Glu(scale, 4.0, 25.0)),
         )
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         traced = jax.jit(products).trace(x, dy, hidden, w, w13, sizes, shape((rows,), jnp.float32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 7
+    assert text.count("custom_call @mosaic_gpu") == 8
 
 
 def test_the_reason_against_the_kernel_is_named():

@@ -9,6 +9,9 @@ activation's own backward pass forms on the way.
 Only the inputs are kept for the backward pass, which forms the pre-activations anew. Under rematerialisation of the
 layer nothing is therefore computed a third time.
 
+With "pallas" the grouped products and the activation behind the first have run on an H200; the kernels that
+`ExpertOptions.fused_gradient` and `row_copies` switch on have not yet, only interpreted and lowered.
+
 Legend: N tokens, K experts of a token, E experts, L latent width, F expert width, M rows.
 """
 
@@ -30,13 +33,19 @@ from k3jax.ops.situ import situ_glu, situ_glu_backward
 
 
 class ExpertOptions(NamedTuple):
-    """What is static about `expert_mlp`."""
+    """What is static about `expert_mlp`.
+
+    Kernels of "pallas" that have not yet run on a GPU: with `fused_gradient` one forms gate, up, d_hidden and SiTU's
+    gradients, instead of two products and a pass of XLA's; with `row_copies` TMA copies gather and sum rows.
+    """
 
     beta: float
     linear_beta: float | None
     align: int
     implementation: Implementation
     tiling: ragged.Tiling = ragged.DEFAULT
+    fused_gradient: bool = False
+    row_copies: bool = False
 
 
 def expert_mlp(
@@ -95,14 +104,14 @@ def _forward(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLay
 def _rows_of(options: ExpertOptions, z_NL: jax.Array, layout: GroupLayout) -> jax.Array:
     """Each row's token → [M, L]; 0 in padding rows."""
     token_M = layout.slot_of_row // layout.row_of_NK.shape[1]
-    if options.implementation == "pallas":
+    if options.implementation == "pallas" and options.row_copies:
         return gather_rows(z_NL, token_M, options.tiling.interpret)
     return rows_at(z_NL, token_M)
 
 
 def _sum_of_slots(options: ExpertOptions, y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
     """Σ_k row of slot (n, k), summed in at least float32 and in the order of k → [N, L]."""
-    if options.implementation == "pallas":
+    if options.implementation == "pallas" and options.row_copies:
         return sum_rows(y_ML, layout.row_of_NK, options.tiling.interpret)
     K = layout.row_of_NK.shape[1]
     return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)]).astype(y_ML.dtype)
@@ -122,12 +131,20 @@ def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
     z_NL, w13, w2, weights_NK, layout = residuals
     rows_ML, dy_ML = _rows_of(options, z_NL, layout), _rows_of(options, d_out_NL, layout)
     scale_M = rows_at(weights_NK.reshape(-1), layout.slot_of_row)
+    activation = partial(situ_glu_backward, beta=options.beta, linear_beta=options.linear_beta)
     if options.implementation == "pallas":
         sizes, tiling = layout.group_sizes_E, options.tiling
         tiles = ragged.row_tiles(sizes, len(rows_ML))
-        glu = Glu(scale_M, options.beta, options.linear_beta)
-        hidden_MF, d_gate, d_up, d_scale_M = glu_gradient(rows_ML, dy_ML, w13, w2, tiles, glu, tiling=tiling)
-        d_rows_ML = mosaic.rows_times_matrices((d_gate, d_up), w13, tiles, transpose=True, tiling=tiling)
+        multiply = partial(mosaic.rows_times_matrices, tiles=tiles, tiling=tiling)
+        if options.fused_gradient:
+            glu = Glu(scale_M, options.beta, options.linear_beta)
+            hidden_MF, d_gate, d_up, d_scale_M = glu_gradient(rows_ML, dy_ML, w13, w2, tiles, glu, tiling=tiling)
+        else:
+            gate_MF, up_MF = jnp.split(multiply(rows_ML, w13), 2, axis=1)
+            d_hidden_MF = multiply(dy_ML, w2, transpose=True)
+            # two arrays of one shape: XLA writes them, `hidden` and the row sums in one pass
+            hidden_MF, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
+        d_rows_ML = multiply((d_gate, d_up), w13, transpose=True)
         dw13 = mosaic.outer_products(rows_ML, (d_gate, d_up), sizes, tiling=tiling)
         dw2 = mosaic.outer_products(hidden_MF, dy_ML, sizes, tiling=tiling)
     else:
@@ -136,9 +153,7 @@ def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
         gate_MF, up_MF = jnp.split(both, 2, axis=1)
         hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
         d_hidden_MF, dw2 = jax.vjp(product, hidden_MF, w2)[1](dy_ML)
-        _, d_gate, d_up, d_scale_M = situ_glu_backward(
-            gate_MF, up_MF, d_hidden_MF, scale_M, options.beta, options.linear_beta
-        )
+        _, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
         d_rows_ML, dw13 = pull13(jnp.concatenate([d_gate, d_up], axis=1))
     dz_NL = _sum_of_slots(options, d_rows_ML, layout)
     d_weights_NK = rows_at(d_scale_M, layout.row_of_NK).astype(weights_NK.dtype)

@@ -3,7 +3,7 @@
     hidden = scale · SiTU(gate, up)     gate, up = x w13_e     d_hidden = dy w2_eᵀ
 
 The gradient kernel forms all three products of a tile and applies SiTU's backward pass to them: neither they nor
-anything of their size but its results is written to memory.
+anything of their size but its results is written to memory. It has not yet run on a GPU (`Glu.apply` has).
 
 Legend: M rows, L latent width, F expert width, E groups, T pairs of half-tiles.
 """
@@ -51,8 +51,7 @@ class Glu(NamedTuple):
     def _parts(self, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """tanh(gate / β), sigmoid(gate), the clipped up, and tanh(up / λ).
 
-        1 / (1 + e^-g) keeps its relative accuracy where the sigmoid is near 0; the square of a reciprocal root is one
-        instruction of the special-function unit, where a division is many.
+        The square of a reciprocal root is one instruction of the special-function unit, where a division is many.
         """
         root = lax.rsqrt(1 + jnp.exp(-gate))
         tanh = jnp.tanh(gate * (1 / self.beta))
@@ -62,9 +61,10 @@ class Glu(NamedTuple):
         return tanh, root * root, self.linear_beta * clipped, clipped
 
     def apply(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Without the scale."""
-        tanh, sigmoid, up, _ = self._parts(gate, up)
-        return self.beta * tanh * sigmoid * up
+        """Without the scale; 1 / (1 + e^-g) keeps its relative accuracy where the sigmoid is near 0."""
+        if self.linear_beta is not None:
+            up = self.linear_beta * jnp.tanh(up * (1 / self.linear_beta))
+        return self.beta * jnp.tanh(gate * (1 / self.beta)) * up / (1 + jnp.exp(-gate))
 
     def gradient(self, gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         """hidden, d_gate, d_up, and what summed over a row is d_scale."""

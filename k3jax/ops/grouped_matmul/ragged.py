@@ -10,6 +10,8 @@ second time, to the same bits. Where a half-tile holds rows of two groups only i
 rows, which is slower: groups aligned to 8 rows avoid it. Rows past the last group form a group without a matrix, whose
 product has no terms: zeros.
 
+What the products of `mosaic.py` use by default has run on an H200; `store_line` and turning `roles` have not yet.
+
 Legend: M rows, E groups, T pairs of half-tiles.
 """
 
@@ -37,13 +39,15 @@ class Tiling:
     """How a product is cut and where it runs.
 
     `columns` × 128 rows is the output tile of a block, `stages` the depth of the ring, `blocks` the size of the grid
-    (None: the multiprocessors of the device).
+    (None: the multiprocessors of the device). `largest_first` takes the groups of a weight gradient by falling size,
+    dealt back and forth, so that uneven groups load all blocks alike: not yet run on a GPU.
     """
 
     columns: int = 256
     stages: int = 4
     blocks: int | None = None
     interpret: bool = False
+    largest_first: bool = False
 
     def width(self, columns: int) -> int:
         """Columns of a tile, a divisor of `columns` (itself a multiple of 128)."""
@@ -193,46 +197,68 @@ def store(value: jax.Array, wg: Any, stage: Any, out: Any, row: Any, column: Any
     chunks = value.shape[1] // across
     # an even number of chunks ends on the slot that the next tile fills last
     pending = 1 if chunks % 2 == 0 else 0
-    for c in range(chunks):
-        part = value[:, c * across : (c + 1) * across]
-        store_line(part, wg, stage, c % 2, pending, out, row, column + c * across, only)
+    lines = [slice(c * across, (c + 1) * across) for c in range(chunks)]
+
+    def store_all():
+        for c, line in enumerate(lines):
+            _store_whole(value, line, wg, stage, c % 2, pending, out, row, column)
+
+    def store_some(low: Any, high: Any):
+        for c, line in enumerate(lines):
+            _store_some(value, line, wg, stage, c % 2, out, row, column, low, high)
+
+    _whole_or_some(store_all, store_some, only)
 
 
 def store_line(
-    value: jax.Array, wg: Any, stage: Any, slot: int, pending: int, out: Any, row: Any, column: Any, only: tuple | None
+    value: jax.Array, wg: Any, stage: Any, slot: int, pending: int, out: Any, row: Any, column: Any, only: tuple
 ) -> None:
-    """128 bytes of each of 64 rows, by way of a slot of which at most `pending` later stores are still to be read."""
-    tiled, plain = (ref.at[wg, slot] for ref in stage)
-    across = value.shape[1]
+    """One line of each of 64 rows, by way of a slot of which at most `pending` later stores are still to be read."""
+    line = slice(0, value.shape[1])
+    _whole_or_some(
+        lambda: _store_whole(value, line, wg, stage, slot, pending, out, row, column),
+        lambda low, high: _store_some(value, line, wg, stage, slot, out, row, column, low, high),
+        only,
+    )
 
-    def fill(ref: Any, pending: int) -> None:
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        ref[...] = value
-        plgpu.commit_smem()
 
-    def store_all():
-        fill(tiled, pending)
-        plgpu.copy_smem_to_gmem(tiled, out.at[pl.ds(row, HALF), span(column, across)])
-
-    def store_some(start: Any, high: Any):
-        fill(plain, 0)
-        left = high - start
-        for size in (32, 16, 8, 4, 2, 1):  # TMA copies have static sizes
-            taken = jnp.bitwise_and(left, size)
-
-            @pl.when(taken != 0)
-            def _(size=size, start=start):
-                target = out.at[pl.ds(row + start, size), span(column, across)]
-                plgpu.copy_smem_to_gmem(plain.at[pl.ds(start, size)], target)
-
-            start = start + taken
-
+def _whole_or_some(store_all: Any, store_some: Any, only: tuple | None) -> None:
     if only is None:
         store_all()
     else:
         whole = only[1] - only[0] == HALF
         pl.when(whole)(store_all)
         pl.when(jnp.logical_not(whole))(lambda: store_some(*only))
+
+
+def _fill(ref: Any, value: jax.Array, line: slice, pending: int) -> None:
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    ref[...] = value[:, line]
+    plgpu.commit_smem()
+
+
+def _store_whole(
+    value: jax.Array, line: slice, wg: Any, stage: Any, slot: int, pending: int, out: Any, row: Any, column: Any
+) -> None:
+    ref = stage[0].at[wg, slot]
+    _fill(ref, value, line, pending)
+    plgpu.copy_smem_to_gmem(ref, out.at[pl.ds(row, HALF), span(column + line.start, line.stop - line.start)])
+
+
+def _store_some(
+    value: jax.Array, line: slice, wg: Any, stage: Any, slot: int, out: Any, row: Any, column: Any, low: Any, high: Any
+) -> None:
+    ref, start = stage[1].at[wg, slot], low
+    _fill(ref, value, line, 0)
+    for size in (32, 16, 8, 4, 2, 1):  # TMA copies have static sizes
+        taken = jnp.bitwise_and(high - low, size)
+
+        @pl.when(taken != 0)
+        def _(size=size, start=start):
+            target = out.at[pl.ds(row + start, size), span(column + line.start, line.stop - line.start)]
+            plgpu.copy_smem_to_gmem(ref.at[pl.ds(start, size)], target)
+
+        start = start + taken
 
 
 def roles(tiles: Any, blocks: int, produce: Any, consume: Any, entry: Any, turning: bool = False) -> None:
@@ -244,14 +270,17 @@ def roles(tiles: Any, blocks: int, produce: Any, consume: Any, entry: Any, turni
     """
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
 
-    def place(turn: Any) -> Any:
-        return jnp.where(rem(turn, 2) == 1, blocks - 1 - block, block) if turning else block
-
-    rounds = div(tiles, blocks)
-    mine = rounds + jnp.where(place(rounds) < rem(tiles, blocks), 1, 0)
-
     def index_of(turn: Any) -> Any:
-        return turn * blocks + place(turn)
+        return (place(turn) if turning else block) + turn * blocks
+
+    def place(turn: Any) -> Any:
+        return jnp.where(rem(turn, 2) == 1, blocks - 1 - block, block)
+
+    if turning:
+        rounds = div(tiles, blocks)
+        mine = rounds + jnp.where(place(rounds) < rem(tiles, blocks), 1, 0)
+    else:
+        mine = jnp.maximum(div(tiles - block + blocks - 1, blocks), 0)
 
     @pl.when(wg == 2)
     def _():
@@ -266,7 +295,7 @@ def roles(tiles: Any, blocks: int, produce: Any, consume: Any, entry: Any, turni
             following = entry(index_of(i + 1))
             return consume(index_of(i), *carry), *following
 
-        lax.fori_loop(0, mine, tile, (jnp.int32(0), *entry(index_of(jnp.int32(0)))))
+        lax.fori_loop(0, mine, tile, (jnp.int32(0), *entry(block)))
         plgpu.wait_smem_to_gmem(0)
 
 
