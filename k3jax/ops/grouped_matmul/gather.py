@@ -1,8 +1,8 @@
 """Rows picked by index as Mosaic GPU kernels (Hopper): one TMA copy for each.
 
 XLA's gather of 1.5 KB rows takes three times as long as an H200's memory needs. A TMA copy of a row past the end fills
-with zeros, so such indices cost nothing. Neither kernel has run on a GPU yet; the interpreter, which clamps indices,
-is given a row of zeros instead.
+with zeros, so such indices cost nothing. Neither kernel has run on a GPU yet: the fill is
+untested, as the interpreter is given a row of zeros instead.
 
 Legend: N rows of the source, M picked rows, K rows of a sum, D width.
 """
