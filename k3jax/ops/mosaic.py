@@ -49,12 +49,12 @@ def smem(shape: Sequence[int], dtype: Any, swizzle_columns: int | None = None) -
     return plgpu.SMEM(tuple(shape), dtype, transforms=swizzled(swizzle_columns or shape[-1], dtype))
 
 
-def along_rows(row_values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(row_values: Any, shape: tuple[int, ...]) -> jax.Array:
     """One value a row → [rows, columns]."""
     return lax.broadcast_in_dim(row_values, shape, [0])
 
 
-def along_columns(column_values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(column_values: Any, shape: tuple[int, ...]) -> jax.Array:
     """One value a column → [rows, columns]."""
     return lax.broadcast_in_dim(column_values, shape, [1])
 
@@ -95,7 +95,7 @@ class Kit:
 
         return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
-    def mm_acc(self, init: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+    def mm_acc(self, init: jax.Array, *pairs: tuple[Any, Any]) -> Any:
         """init + Σ a b."""
         if self.interpret:
             return init + functools.reduce(jnp.add, (self._dot(a, b) for a, b in pairs))

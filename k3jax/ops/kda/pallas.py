@@ -35,7 +35,10 @@ MIN_SEGMENTS = 8
 MIN_SEGMENT_CHUNKS = 16
 
 
-def unsupported(q: Array, k: Array, v: Array, g: Array, how: Activation) -> str | None:
+Shaped = Array | jax.ShapeDtypeStruct
+
+
+def unsupported(q: Shaped, k: Shaped, v: Shaped, g: Shaped, how: Activation) -> str | None:
     """Which condition of the kernels these inputs miss; None if they meet all but that of the device."""
     dtypes = {x.dtype for x in (q, k, v, g)}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
@@ -47,7 +50,7 @@ def unsupported(q: Array, k: Array, v: Array, g: Array, how: Activation) -> str 
     return None
 
 
-def unavailable(q: Array, k: Array, v: Array, g: Array, how: Activation) -> str | None:
+def unavailable(q: Shaped, k: Shaped, v: Shaped, g: Shaped, how: Activation) -> str | None:
     """Why the kernels cannot run these inputs here; None if they can."""
     return unsupported(q, k, v, g, how) or why_not_here()
 

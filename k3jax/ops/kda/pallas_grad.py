@@ -20,7 +20,7 @@ Then the backward of the gate, of the L2 norms and of the sigmoid, while the til
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -102,6 +102,7 @@ def gradients(
     copies = 12 if marked else 11
 
     def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
+        keeps_g = None
         if marked:
             rows_g, keeps_g, *refs = refs
         dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, small, full, late, meet = refs
@@ -217,7 +218,8 @@ def gradients(
         put(s.xs, x)
         sync()
         share_order(lambda r, c: r > c)
-        norm_q = norm_k = None
+        norm_q: Any = None
+        norm_k: Any = None
         if how.qk_l2norm:
             norm_q = lax.rsqrt(exchanged(0) + L2_EPS)
             norm_k = lax.rsqrt(exchanged(1) + L2_EPS)
@@ -275,7 +277,7 @@ def gradients(
         s.move()
         through = kit.mm(wide, *((ones, s.sts.at[pl.ds(i, 64), mine]) for i in range(0, dim, 64)))
         through = through * jnp.exp2(sums(s.end_s) + sums(s.since_s))
-        d_g = d_g + (through * keeps_g[tile_i] if marked else through)
+        d_g = d_g + (through if keeps_g is None else through * keeps_g[tile_i])
         sync()
         share_order(lambda r, c: c >= r)
         put(s.d_g, d_g)
@@ -321,15 +323,17 @@ def gradients(
             share_pairs(pairs)
             share_order(lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (c >= r))
 
-        def level(i, gathered):
+        def level(i, so_far):
             s.move()
             shift = LEVELS - 1 - i
             share_sums(shift)
             share_block(shift + 1, level_pairs(shift))
             sync()
-            gathered = gather(*gathered, lambda: jnp.exp2(sums(s.since_s)), lambda: jnp.exp2(sums(s.end_s)))
+            rows_q, d_k = so_far
+            up, down = lambda: jnp.exp2(sums(s.since_s)), lambda: jnp.exp2(sums(s.end_s))
+            so_far = gather(rows_q, d_k, up, down)
             sync()
-            return gathered
+            return so_far
 
         rows_q, d_k = lax.fori_loop(0, LEVELS - first, level, (rows_q, d_k))
         s.move()

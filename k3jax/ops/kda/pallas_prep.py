@@ -83,7 +83,7 @@ def first_level(how: Activation) -> int:
     return TILE if how.gate == "lower_bound" else 0
 
 
-def log2_gate(raw: jax.Array, rate: jax.Array, bias: jax.Array | None, how: Activation) -> jax.Array:
+def log2_gate(raw: jax.Array, rate: Any, bias: jax.Array | None, how: Activation) -> jax.Array:
     """Log-decay in units of ln 2 from the raw gate of a tile."""
     if how.gate == "none":
         return jnp.maximum(raw * LOG2_E, STEEPEST)

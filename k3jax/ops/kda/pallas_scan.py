@@ -142,6 +142,7 @@ def scan(
                 else:
                     v = kit.mm((64, CHUNK), minus)
                 v = v.astype(_bf16)
+                o = None
                 if outputs:
                     o = kit.mm((64, CHUNK), (read, kit.t(s["q"].at[slot])), (v, kit.t(s["a"].at[slot])))
                 decay = kit.load(s["decay"].at[slot], COLUMN)
@@ -149,7 +150,7 @@ def scan(
                 kit.release(free.at[slot])
                 if outputs or residuals:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                if outputs:
+                if o is not None:
                     kit.store(kit.t(s["o_out"].at[wg]), o.astype(_bf16))
                 if residuals:
                     kit.store(kit.t(s["v_out"].at[wg]), v)
