@@ -180,6 +180,7 @@ def assert_same(a, b, tol):
         assert np.max(np.abs(mine[name] - value)) <= tol * max(np.max(np.abs(value)), 1e-3), name
 
 
+@pytest.mark.slow
 def test_every_remat_preset_and_unrolling_give_the_same_loss_gradients_and_histograms(x64):
     model = build(**WIDE)
     tokens, ids = packed_batch(model.config, batch=2)

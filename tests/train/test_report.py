@@ -37,6 +37,7 @@ def test_kernels_are_named_where_they_run(monkeypatch):
     monkeypatch.setattr(peak, "refusal", lambda *_: None)
     config = RunConfig(proxy(), DataConfig(sequence_length=4096, batch_size=4))
     assert implementations(config) == dict.fromkeys(OPS, "pallas") | {
+        "kda": "xla (chunks of 64)",
         "attention": "cudnn",
         "largest logit": "mosaic",
         "attention residuals": "xla forward, pallas backward",
@@ -44,6 +45,8 @@ def test_kernels_are_named_where_they_run(monkeypatch):
     }
     short = dataclasses.replace(config, data=DataConfig(sequence_length=60, batch_size=4))
     assert implementations(short)["short convolution"] == "xla"
+    asked_for = dataclasses.replace(proxy().kda, implementation="pallas")
+    assert implementations(dataclasses.replace(config, model=proxy(kda=asked_for)))["kda"] == "pallas"
     named = dataclasses.replace(proxy().kda, implementation="xla")
     plain = implementations(dataclasses.replace(config, model=proxy(kda=named)))
     assert {plain[op] for op in ("kda, decoding", "short convolution", "gated norm")} == {"xla"}
