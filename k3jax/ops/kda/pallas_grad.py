@@ -9,10 +9,10 @@ of `pallas_prep` (N_ij = ⟨k_i e^{G_i−G_j}, k_j⟩, so M = β N):
          + e^{G_C−G} V' dSᵀ  (as writer)
     dg_i = Σ_{r≥i} (Q dQ + k dk_row − k dk_column)_r + Σ_{r<i} (k dk_writer)_r + e^{G_C} Σ_v (S dS)_v
 
-(I + M) V' = β (V − e^G K S) makes dT, dW and dU of the textbook form collapse into X. The sums over pairs go down the
-levels of `pallas_prep`: at each, what has been gathered is rescaled to the anchors of the level, then the pairs of the
-level are added, so that again no exponent is positive but within blocks of 16 under the bounded gate. The gradient of a
-token's gate sums pairs that straddle it; sums stop at documents' ends, so that others get exact zeros.
+(I + M) V' = β (V − e^G K S) makes dT, dW and dU of the textbook form collapse into X. The sums over pairs are taken
+level by level of `pallas_prep`, each anchored at its own borders, so that again no exponent is positive but within
+blocks of 16 under the bounded gate. The gradient of a token's gate sums pairs that straddle it; sums stop at the ends
+of the level's blocks and of documents, so that others get exact zeros.
 
 Then the backward of the gate, of the L2 norms and of the sigmoid, while the tile is still on chip.
 """
@@ -28,7 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.ops.mosaic import COLUMN, ROW, Kit, along_columns, along_rows, smem
+from k3jax.ops.mosaic import COLUMN, Kit, along_columns, along_rows, smem
 
 from .gates import L2_EPS, Activation
 from .pallas_prep import (
@@ -115,7 +115,7 @@ def gradients(
         s = Scratch(named, 0, zero_g)
         tile_i, h = lax.axis_index("t"), lax.axis_index("h")
         wg = lax.axis_index("wg")
-        team = Team(kit, wg, groups, meet)
+        team = Team(kit, wg, groups, meet, exchange, small.get("marks"))
         mine, sync = pl.ds(wg * STRIP, STRIP), team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
         part = pl.ds(wg * slice_columns, slice_columns)
@@ -144,30 +144,13 @@ def gradients(
             for i in which:
                 plgpu.barrier_wait(full.at[i])
 
-        def row_vector(ref):
-            return kit.load(ref, ROW, optimized=False)
+        row_vector, exchanged, real, allowed = team.row_vector, team.exchanged, team.real, team.allowed
 
         def beta_row():
             return row_vector(small["beta"])
 
-        def exchanged(i):
-            return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
-
-        def real(x):
-            if not marked:
-                return x
-            return jnp.where(along_rows(row_vector(small["marks"].at[1]), x.shape) > 0.5, x, 0.0)
-
         def flagged(x, row):
             return x if not marked else x * along_rows(row_vector(small["marks"].at[row]), x.shape)
-
-        def allowed(mask, columns, offset):
-            """`mask` without pairs of tokens of two documents."""
-            if not marked:
-                return mask
-            own = row_vector(small["marks"].at[0])
-            other = kit.load(small["marks"].at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
-            return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
         def get(ref):
             return kit.load(ref.at[:, mine]).astype(f32)
@@ -372,9 +355,7 @@ def gradients(
                 plgpu.copy_smem_to_gmem(source, target.at[tokens_i, h])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def tokens_like(dtype):
-        return jax.ShapeDtypeStruct((n, heads, dim), dtype)
-
+    tokens_like = jax.ShapeDtypeStruct((n, heads, dim), bf16)
     tile = smem((1, CHUNK, dim), bf16, STRIP)
     states = smem((1, dim, dim), bf16, STRIP)
     scores = smem((1, *square), bf16, slice_columns)
@@ -384,7 +365,7 @@ def gradients(
 
     kernel = kit.kernel(
         body,
-        out_type=[*[tokens_like(bf16)] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
+        out_type=[*[tokens_like] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
         grid=(n // CHUNK, heads),
         grid_names=("t", "h"),
         num_threads=groups,

@@ -41,7 +41,6 @@ LOG2_E = 1.4426950408889634
 STEEPEST = -100.0 * LOG2_E
 
 
-# By head width: warpgroups that share a tile, and tiles of a program.
 # Under the bounded gate, operands anchored at the start of 16 tokens reach e^80; half of that is taken off one of them.
 # (The constant also keeps a bare minus sign off products: the compiler moves it before the wait for wgmma, and the
 # assembler then runs every wgmma of the kernel one at a time.)
@@ -52,6 +51,7 @@ ANCHOR = -58  # log2
 # wherever warpgroups meet. They stay until the kernels have been run without them.
 COMPILER = plgpu.CompilerParams(approx_math=True)
 STRIP = 32  # channels that a warpgroup handles at a time: what its registers hold without spilling
+# By head width: warpgroups that share a tile, and tiles of a program.
 PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
 
 
@@ -150,8 +150,10 @@ class Team:
     room for anything else.
     """
 
-    def __init__(self, kit: Kit, wg, groups: int, meet):
+    def __init__(self, kit: Kit, wg, groups: int, meet, exchange, marks):
+        """`exchange` [., groups, 64]: each warpgroup's part of sums over channels. `marks` [4, 64]: `Tokens.rows`."""
         self.kit, self.wg, self.groups, self.meet = kit, wg, groups, meet
+        self._exchange, self._marks = exchange, marks
 
     def sync(self) -> None:
         """What each has written to shared memory is there for all, and for copies and wgmma."""
@@ -162,6 +164,29 @@ class Team:
 
     def only(self, wg: int, action) -> None:
         pl.when(self.wg == wg)(action) if self.groups > 1 else action()
+
+    def row_vector(self, ref) -> jax.Array:
+        """[64], one value a row."""
+        return self.kit.load(ref, ROW, optimized=False)
+
+    def exchanged(self, i: int) -> jax.Array:
+        """Sum `i` over the channels of all warpgroups."""
+        parts = (self.row_vector(self._exchange.at[i, j]) for j in range(1, self.groups))
+        return sum(parts, self.row_vector(self._exchange.at[i, 0]))
+
+    def real(self, x: jax.Array) -> jax.Array:
+        """Zeros where no token is, whatever is there."""
+        if self._marks is None:
+            return x
+        return jnp.where(along_rows(self.row_vector(self._marks.at[1]), x.shape) > 0.5, x, 0.0)
+
+    def allowed(self, mask: jax.Array, columns: int, offset) -> jax.Array:
+        """`mask` without pairs of tokens of two documents."""
+        if self._marks is None:
+            return mask
+        own = self.row_vector(self._marks.at[0])
+        other = self.kit.load(self._marks.at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
+        return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
     def indices(self, columns: int, offset=0) -> tuple[jax.Array, jax.Array]:
         shape = (CHUNK, columns)
@@ -268,7 +293,7 @@ def prepare(
         small = {name: ref.at[slot] for name, ref in small.items()}
         full = [full.at[slot * copies + i] for i in range(copies)]
         tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-        team = Team(kit, wg, groups, meet)
+        team = Team(kit, wg, groups, meet, exchange, small.get("marks"))
         strips = [pl.ds(wg * width + i, STRIP) for i in range(0, width, STRIP)]
         sync = team.sync
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
@@ -287,11 +312,7 @@ def prepare(
         for barrier in full[4:]:
             plgpu.barrier_wait(barrier)
 
-        def row_vector(ref):
-            return kit.load(ref, ROW, optimized=False)
-
-        def exchanged(i):
-            return sum((row_vector(exchange.at[i, j]) for j in range(1, groups)), row_vector(exchange.at[i, 0]))
+        row_vector, exchanged, real, allowed = team.row_vector, team.exchanged, team.real, team.allowed
 
         def get(ref, at):
             return kit.load(ref.at[:, at]).astype(f32)
@@ -301,19 +322,6 @@ def prepare(
 
         def sums(mask_ref, at):
             return kit.mm(strip, (mask_ref, s.g16.at[:, at]))
-
-        def real(x):
-            if not marked:
-                return x
-            return jnp.where(along_rows(row_vector(small["marks"].at[1]), x.shape) > 0.5, x, 0.0)
-
-        def allowed(mask, columns, offset):
-            """`mask` without pairs of tokens of two documents."""
-            if not marked:
-                return mask
-            own = row_vector(small["marks"].at[0])
-            other = kit.load(small["marks"].at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
-            return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
         # Gates, and each warpgroup's share of the norms.
         plgpu.barrier_wait(full[0])

@@ -20,7 +20,7 @@ from jax import lax
 
 from k3jax.ops.mosaic import COLUMN, LAYOUT, Kit, along_columns, smem
 
-from .pallas_prep import CHUNK, Prepared
+from .pallas_prep import CHUNK, COMPILER, Prepared
 
 STAGES = 2
 _bf16, _f32 = jnp.bfloat16, jnp.float32
@@ -73,6 +73,32 @@ class _Pipe(NamedTuple):
 
 def _chunk_tokens(chunk):
     return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def _over_runs(
+    kit: Kit,
+    body: Callable[..., None],
+    grid: tuple[int, int],
+    groups: int,
+    loads: int,
+    out_type: dict[str, Any],
+    scratch: dict[str, Any],
+) -> Callable[..., Any]:
+    """The kernel of one program for each (head, run): `groups` warpgroups that compute, and one that loads."""
+    return kit.kernel(
+        body,
+        out_type=[out_type],
+        grid=grid,
+        grid_names=("h", "r"),
+        num_threads=groups + 1,
+        thread_name="wg",
+        scratch_types=[
+            scratch,
+            plgpu.Barrier(num_arrivals=loads, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
+        ],
+        compiler_params=COMPILER,
+    )
 
 
 def scan(
@@ -169,20 +195,7 @@ def scan(
             outs["final"][run, h, mine] = lax.fori_loop(jnp.int32(0), count, step, state)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = kit.kernel(
-        body,
-        out_type=[out_type],
-        grid=(heads, count_runs),
-        grid_names=("h", "r"),
-        num_threads=groups + 1,
-        thread_name="wg",
-        scratch_types=[
-            scratch,
-            plgpu.Barrier(num_arrivals=len(names) + 1, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
+    kernel = _over_runs(kit, body, (heads, count_runs), groups, len(names) + 1, out_type, scratch)
     (out,) = kernel({name: loaded[name] for name in names}, prepared.decay, initial, runs)
     return Scanned(out["final"], out.get("o"), out.get("states"), out.get("corrected"))
 
@@ -263,20 +276,7 @@ def reverse_scan(
             outs["initial"][run, h, mine] = lax.fori_loop(jnp.int32(0), count, step, state)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel = kit.kernel(
-        body,
-        out_type=[out_type],
-        grid=(heads, count_runs),
-        grid_names=("h", "r"),
-        num_threads=groups + 1,
-        thread_name="wg",
-        scratch_types=[
-            scratch,
-            plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
+    kernel = _over_runs(kit, body, (heads, count_runs), groups, 6, out_type, scratch)
     args = (prepared.w, prepared.q, prepared.k, prepared.a, prepared.decay, d_o, final, runs)
     (out,) = kernel(*args)
     return Reversed(out["initial"], out.get("states"), out.get("corrected"))
