@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,6 +36,24 @@ def why_not_here() -> str | None:
     if capability != "9.0":
         return f"they need an NVIDIA GPU of compute capability 9.0 (Hopper); {device.device_kind} has {capability}"
     return None
+
+
+def xla_or_pallas(
+    op: str, implementation: Literal["xla", "pallas"] | None, why_not: Callable[[], str | None]
+) -> Literal["xla", "pallas"]:
+    """Which of an op's two implementations runs; None means the kernels where `why_not` has nothing against them.
+
+    Raises:
+        ValueError: the name is unknown, or the kernels were asked for and cannot run; the message says why.
+    """
+    if implementation not in (None, "xla", "pallas"):
+        raise ValueError(f"{op}: unknown implementation {implementation!r}; there are xla and pallas")
+    if implementation == "xla":
+        return "xla"
+    reason = why_not()
+    if implementation == "pallas" and reason:
+        raise ValueError(f"{op}: implementation='pallas' cannot run: {reason}")
+    return "xla" if reason else "pallas"
 
 
 def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:

@@ -6,13 +6,14 @@ Legend: … any leading axes, D the normalised axis.
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from k3jax.ops import gated_norm_gpu
 from k3jax.ops.common import vary_alike, wide
+from k3jax.ops.mosaic import xla_or_pallas
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -35,14 +36,7 @@ def resolve_gated_norm(
     Raises:
         ValueError: the kernels were asked for and cannot run here or on these arrays; the message says why.
     """
-    if implementation not in (None, *get_args(GatedNormImplementation)):
-        raise ValueError(f"gated_rms_norm: unknown implementation {implementation!r}; there are xla and pallas")
-    if implementation == "xla":
-        return implementation
-    reason = gated_norm_gpu.why_not(x, gate)
-    if implementation == "pallas" and reason:
-        raise ValueError(f"gated_rms_norm: implementation='pallas' cannot run: {reason}")
-    return "xla" if reason else "pallas"
+    return xla_or_pallas("gated_rms_norm", implementation, lambda: gated_norm_gpu.why_not(x, gate))
 
 
 def gated_rms_norm(

@@ -11,13 +11,14 @@ Legend: B batch, T time, C channels (any trailing axes), W taps; "lag" s = W−1
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from k3jax.ops import short_conv_gpu
 from k3jax.ops.common import vary_alike, wide
+from k3jax.ops.mosaic import xla_or_pallas
 
 Implementation = Literal["xla", "pallas"]
 
@@ -32,14 +33,7 @@ def resolve_implementation(
     Raises:
         ValueError: the kernels were asked for and cannot run here or on these arrays; the message says why.
     """
-    if implementation not in (None, *get_args(Implementation)):
-        raise ValueError(f"short_conv: unknown implementation {implementation!r}; there are xla and pallas")
-    if implementation == "xla":
-        return implementation
-    reason = short_conv_gpu.why_not(u, weight, segment_ids)
-    if implementation == "pallas" and reason:
-        raise ValueError(f"short_conv: implementation='pallas' cannot run: {reason}")
-    return "xla" if reason else "pallas"
+    return xla_or_pallas("short_conv", implementation, lambda: short_conv_gpu.why_not(u, weight, segment_ids))
 
 
 def short_conv(

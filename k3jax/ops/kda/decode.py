@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,7 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.ops.mosaic import Kit, along_columns, along_rows, why_not_here
+from k3jax.ops.mosaic import Kit, along_columns, along_rows, why_not_here, xla_or_pallas
 from k3jax.ops.norms import gated_rms_norm
 from k3jax.ops.short_conv import conv_tail, short_conv
 
@@ -72,16 +72,9 @@ def resolve_decode(
     Raises:
         ValueError: the kernel was asked for and cannot run here or on these arrays; the message says why.
     """
-    if implementation not in (None, *get_args(DecodeImplementation)):
-        raise ValueError(f"kda_decode: unknown implementation {implementation!r}; there are xla and pallas")
-    if implementation == "xla":
-        return "xla"
-    reason = _unsupported(state, tails, jnp.dtype(dtype)) or why_not_here()
-    if reason is None:
-        return "pallas"
-    if implementation == "pallas":
-        raise ValueError(f"kda_decode: implementation='pallas' cannot run: {reason}")
-    return "xla"
+    return xla_or_pallas(
+        "kda_decode", implementation, lambda: _unsupported(state, tails, jnp.dtype(dtype)) or why_not_here()
+    )
 
 
 def _unsupported(state: Array, tails: Tails, dtype: Any) -> str | None:
