@@ -20,6 +20,7 @@ Then the backward of the gate, of the L2 norms and of the sigmoid, while the til
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,7 @@ from .pallas_prep import (
     LEVELS,
     LOG2_E,
     STRIP,
-    TILE,
-    Scratch,
-    Team,
+    Tile,
     Tokens,
     block_of,
     first_level,
@@ -73,6 +72,31 @@ def _gate_backward(raw: jax.Array, rate, bias, d_g: jax.Array, how: Activation) 
     return d_g * (how.lower_bound * rate * e / ((1.0 + e) * (1.0 + e)))
 
 
+class Team(Tile):
+    """A chunk shared by warpgroups, 64 channels each. `exchange` [., groups, 64]: their parts of sums over channels."""
+
+    def __init__(self, kit: Kit, marks, wg, groups: int, meet, exchange):
+        super().__init__(kit, marks)
+        self.wg, self._groups, self._meet, self._exchange = wg, groups, meet, exchange
+
+    def sync(self) -> None:
+        """What each has written to shared memory is there for all, and for copies and wgmma."""
+        plgpu.commit_smem()
+        if self._groups > 1:
+            plgpu.barrier_arrive(self._meet)
+            plgpu.barrier_wait(self._meet)
+
+    def only(self, wg: int, action: Callable[[], None]) -> None:
+        pl.when(self.wg == wg % self._groups)(action) if self._groups > 1 else action()
+
+    def give(self, i: int, part: jax.Array) -> None:
+        self._exchange[i, self.wg] = part
+
+    def given(self, i: int) -> jax.Array:
+        """Sum `i` over the channels of all warpgroups."""
+        return functools.reduce(jnp.add, (self.row_vector(self._exchange.at[i, j]) for j in range(self._groups)))
+
+
 def gradients(
     q: jax.Array,
     k: jax.Array,
@@ -93,64 +117,50 @@ def gradients(
     n, heads, dim = q.shape
     groups = dim // STRIP
     kit = Kit(interpret)
-    wide, square = (CHUNK, STRIP), (CHUNK, CHUNK)
-    slice_columns = CHUNK // groups
+    square, wide = (CHUNK, CHUNK), (CHUNK, STRIP)
+    share = CHUNK // groups  # columns of the score matrices that a warpgroup computes
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
-    bounded = how.gate == "lower_bound"
-    first = first_level(how)
-    copies = 12 if marked else 11
 
-    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
+    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
         keeps_g = None
         if marked:
             rows_g, keeps_g, *refs = refs
-        dq_g, dk_g, dv_g, dg_g, db_g, scratch, exchange, small, full, late, meet = refs
-        dss, (gs, da_s, dn_s) = scratch["ends"]
-        named = {**scratch["tiles"], **scratch["masks"], **scratch["pairs"]}
-        named |= {"dss": dss, "gs": gs, "da_s": da_s, "dn_s": dn_s}
-        named |= dict(zip(("g_first", "g16"), scratch["gates"]))
-        named |= dict(zip(("ts", "order_s"), scratch["inverse"]))
-        named |= dict(zip(("sts", "d_g"), scratch["states"]))
-        s = Scratch(named, 0, zero_g)
-        tile_i, h = lax.axis_index("t"), lax.axis_index("h")
-        wg = lax.axis_index("wg")
-        team = Team(kit, wg, groups, meet, exchange, small.get("marks"))
-        mine, sync = pl.ds(wg * STRIP, STRIP), team.sync
+        dq_g, dk_g, dv_g, dg_g, db_g, tiles, states, inverses, ends, scores, exchange, small, full, meet = refs
+        qs, ks, gs, g16, dos, vcs, xs, dvs = (tiles[i] for i in ("q", "k", "g", "g16", "d_o", "v", "x", "dv"))
+        ts, da_l = inverses
+        dss, (writers, dn_l) = ends
+        da_s, dn_s = scores
+        by_columns, by_rows_q, by_rows_k = dos, vcs, xs  # once the states are done with, operands of sums over pairs
+        tile_i, h, wg = lax.axis_index("t"), lax.axis_index("h"), lax.axis_index("wg")
+        team = Team(kit, small.get("marks"), wg, groups, meet, exchange)
+        real, flagged, sync = team.real, team.flagged, team.sync
+        mine, part = pl.ds(wg * STRIP, STRIP), pl.ds(wg * share, share)
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
-        part = pl.ds(wg * slice_columns, slice_columns)
 
         @functools.partial(team.only, 0)
         def _():
-            pairs = [
-                (g_g.at[tokens_i, h], s.g_first),
-                (q_g.at[tokens_i, h], s.qs),
-                (k_g.at[tokens_i, h], s.ks),
-                (t_g.at[h, tokens_i], s.ts),
-                (dvc_g.at[h, tokens_i], s.xs),
-                (vc_g.at[h, tokens_i], s.vcs),
-                (do_g.at[tokens_i, h], s.dos),
-                (st_g.at[h, tile_i], s.sts),
-                (ds_g.at[h, tile_i], s.dss),
+            sources = [
+                (g_g.at[tokens_i, h], gs),
                 (b_g.at[h, tokens_i], small["beta"]),
                 (bias_g.at[h], small["bias"]),
+                (q_g.at[tokens_i, h], qs),
+                (k_g.at[tokens_i, h], ks),
+                (t_g.at[h, tokens_i], ts),
+                (dvc_g.at[h, tokens_i], xs),
+                (vc_g.at[h, tokens_i], vcs),
+                (do_g.at[tokens_i, h], dos),
+                (st_g.at[h, tile_i], states),
+                (ds_g.at[h, tile_i], dss),
             ]
             if marked:
-                pairs.append((rows_g.at[:, tokens_i], small["marks"]))
-            for i, (source, target) in enumerate(pairs):
+                sources.append((rows_g.at[:, tokens_i], small["marks"]))
+            for i, (source, target) in enumerate(sources):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
 
         def arrived(*which):
             for i in which:
                 plgpu.barrier_wait(full.at[i])
-
-        row_vector, exchanged, real, allowed = team.row_vector, team.exchanged, team.real, team.allowed
-
-        def beta_row():
-            return row_vector(small["beta"])
-
-        def flagged(x, row):
-            return x if not marked else x * along_rows(row_vector(small["marks"].at[row]), x.shape)
 
         def get(ref):
             return kit.load(ref.at[:, mine]).astype(f32)
@@ -158,240 +168,179 @@ def gradients(
         def put(ref, value):
             kit.store(ref.at[:, mine], value.astype(ref.dtype))
 
-        def sums(mask_ref):
-            return kit.mm(wide, (mask_ref, s.g16.at[:, mine]))
+        def sums(mask):
+            return kit.mm(wide, (team.ones_where(mask), g16.at[:, mine]))
 
-        def share_sums(shift):
-            masks = (s.since_s, since_block), (s.end_s, to_block_end)
-            team.share(*((ref, team.ones_where(mask(shift))) for ref, mask in masks))
-
-        def share_order(mask):
-            """Tokens of the row's document that `mask` picks."""
-            team.share((s.order_s, lambda i, n: jnp.where(allowed(mask(*team.indices(n, i)), n, i), 1.0, 0.0)))
-
-        def share_pairs(mask):
-            def picked(ref):
-                def values(i, n):
-                    score = kit.load(ref.at[:, pl.ds(i, n)]).astype(f32)
-                    return jnp.where(mask(*team.indices(n, i)), score, 0.0)
-
-                return values
-
-            team.share((s.da_l, picked(s.da_s)), (s.dn_l, picked(s.dn_s)))
-
-        def gate_of(raw):
-            bias_v = None if how.gate == "none" else kit.load(small["bias"].at[mine], COLUMN, optimized=False)
-            return raw, None if how.gate == "none" else rate_g[h], bias_v
+        def gate_inputs():
+            if how.gate == "none":
+                return real(get(gs)), None, None
+            return real(get(gs)), rate_g[h], kit.load(small["bias"].at[mine], COLUMN, optimized=False)
 
         # Gates and norms, as in `prepare`.
-        arrived(0, 1, 2, *range(9, copies))
-        put(s.g16, real(log2_gate(*gate_of(real(get(s.g_first))), how)))
+        arrived(0, 1, 2, *range(11, 12 if marked else 11))
+        put(g16, real(log2_gate(*gate_inputs(), how)))
+        arrived(3, 4)
         if how.qk_l2norm:
-            for i, ref in ((0, s.qs), (1, s.ks)):
+            for i, ref in enumerate((qs, ks)):
                 x = real(get(ref))
-                exchange[i, wg] = jnp.sum(x * x, axis=1)
-        share_sums(LEVELS)
+                team.give(i, jnp.sum(x * x, axis=1))
 
-        s.move()
         # X, and what each token's own V' says about its β.
-        arrived(3, 4, 5)
-        x = kit.mm(wide, (kit.t(s.ts), s.xs.at[:, mine]))
+        beta = team.row_vector(small["beta"])
+        arrived(5, 6, 7)
+        x = kit.mm(wide, (kit.t(ts), xs.at[:, mine]))
         kit.all_warps()
-        exchange[2, wg] = jnp.sum(x * get(s.vcs), axis=1)
-        put(s.xs, x)
+        put(xs, x)
+        put(dvs, x * along_rows(beta, wide))
+        team.give(2, jnp.sum(x * get(vcs), axis=1))
         sync()
-        share_order(lambda r, c: r > c)
-        norm_q: Any = None
-        norm_k: Any = None
-        if how.qk_l2norm:
-            norm_q = lax.rsqrt(exchanged(0) + L2_EPS)
-            norm_k = lax.rsqrt(exchanged(1) + L2_EPS)
-        team.only(0, lambda: db_g.__setitem__((h, tokens_i), exchanged(2) * (1.0 - beta_row())))
+        norm_q: Any = along_rows(lax.rsqrt(team.given(0) + L2_EPS), wide) if how.qk_l2norm else 1.0
+        norm_k: Any = along_rows(lax.rsqrt(team.given(1) + L2_EPS), wide) if how.qk_l2norm else 1.0
 
-        def q_tile():
-            x = real(get(s.qs))
-            return x * (along_rows(norm_q * how.scale, wide) if how.qk_l2norm else how.scale)
+        @functools.partial(team.only, 0)
+        def _():
+            db_g[h, tokens_i] = team.given(2) * (1.0 - beta)
+            plgpu.copy_smem_to_gmem(dvs, dv_g.at[tokens_i, h])
 
-        def k_tile():
-            x = real(get(s.ks))
-            return x * along_rows(norm_k, wide) if how.qk_l2norm else x
+        def queries():
+            return real(get(qs)) * (norm_q * how.scale)
 
-        s.move()
+        def keys():
+            return real(get(ks)) * norm_k
+
         # Scores.
-        arrived(6, 7, 8)
-        offset = wg * slice_columns
-        part_shape = (CHUNK, slice_columns)
-        r, c = team.indices(slice_columns, offset)
-        d_a = kit.mm(part_shape, (s.dos, kit.t(s.vcs.at[part])))
-        exchange[3, wg] = jnp.sum(jnp.where(r == c, d_a, 0.0), axis=1)
-        d_a = jnp.where(allowed(r > c, slice_columns, offset), d_a, 0.0).astype(bf16)
-        d_n = kit.mm(part_shape, (s.xs, kit.t(s.vcs.at[part]))) * along_rows(-beta_row(), part_shape)
-        d_n = jnp.where(allowed(r > c, slice_columns, offset), d_n, 0.0).astype(bf16)
+        arrived(8, 9, 10)
+        r, c = team.indices(share, wg * share)
+        before = team.allowed(r > c, wg * share)
+        d_a = kit.mm((CHUNK, share), (dos, kit.t(vcs.at[part])))
+        zero = beta * 0.0  # unknown to the compiler, as in `prepare`
+        team.give(3, jnp.sum(jnp.where(r == c, d_a, 0.0), axis=1))
+        kit.store(da_s.at[:, part], jnp.where(before, d_a, along_rows(zero, r.shape)).astype(bf16))
+        d_n = kit.mm((CHUNK, share), (xs, kit.t(vcs.at[part]))) * along_rows(beta * -1.0, r.shape)
+        kit.store(dn_s.at[:, part], jnp.where(before, d_n, along_rows(zero, r.shape)).astype(bf16))
 
-        s.move()
         # Through the states.
-        rows_q = flagged(kit.mm(wide, (s.dos, s.sts.at[:, mine])), 2)
-        rows_k = flagged(kit.mm(wide, (s.xs, s.sts.at[:, mine])) * along_rows(-beta_row(), wide), 2)
-        writer = kit.mm(wide, (s.vcs, s.dss.at[:, mine]))
+        up = jnp.exp2(sums(since_block(LEVELS)))
+        rows_q = flagged(kit.mm(wide, (dos, states.at[:, mine])), 2) * up
+        rows_k = flagged(kit.mm(wide, (xs, states.at[:, mine])) * along_rows(beta * -1.0, wide), 2) * up
+        # What each token adds to the gates up to its own, and takes away again where it acts as a column.
+        value = queries() * rows_q + keys() * rows_k
+        writer = flagged(kit.mm(wide, (vcs, dss.at[:, mine])), 3) * jnp.exp2(sums(to_block_end(LEVELS)))
+        d_k = rows_k + writer
+        writer = (keys() * writer).astype(bf16)
         kit.all_warps()
-        for i in range(0, dim, 64):
-            some = pl.ds(i, 64)
-            product = kit.load(s.sts.at[some, mine]).astype(f32) * kit.load(s.dss.at[some, mine]).astype(f32)
-            kit.store(s.sts.at[some, mine], product.astype(bf16))
-        sync()  # dO, V' and dS have been read: their tiles are free
-        kit.store(s.da_s.at[:, part], d_a)
-        kit.store(s.dn_s.at[:, part], d_n)
-        put(s.xs, get(s.xs) * along_rows(beta_row(), wide))
+        for i in range(0, dim, CHUNK):
+            some = pl.ds(i, CHUNK)
+            kit.store(states.at[some, mine], kit.load(states.at[some, mine]) * kit.load(dss.at[some, mine]))
+        sync()  # all have read the operands
+        put(writers, writer)
 
-        def exact_sums(value):
-            """Σ of float32 values over the tokens that `s.order_s` picks, as a high and a low half."""
-            high = value.astype(bf16)
-            kit.all_warps()
-            kit.store(s.dos.at[:, mine], high)
-            put(s.vcs, value - high.astype(f32))
-            plgpu.commit_smem()
-            return kit.mm(wide, (s.order_s, s.dos.at[:, mine]), (s.order_s, s.vcs.at[:, mine]))
+        def pairs(mask):
+            """The scores of these pairs alone, for all."""
+            for i, (source, target) in enumerate(((da_s, da_l), (dn_s, dn_l))):
 
-        s.move()
-        # Registers are scarce: what is not needed at once waits in shared memory.
-        put(s.gs, flagged(writer * jnp.exp2(sums(s.end_s)), 3))
-        d_g = exact_sums(k_tile() * get(s.gs))
-        ones = kit.full(square, 1.0, bf16)
-        s.move()
-        through = kit.mm(wide, *((ones, s.sts.at[pl.ds(i, 64), mine]) for i in range(0, dim, 64)))
-        through = through * jnp.exp2(sums(s.end_s) + sums(s.since_s))
-        d_g = d_g + (through if keeps_g is None else through * keeps_g[tile_i])
-        sync()
-        share_order(lambda r, c: c >= r)
-        put(s.d_g, d_g)
-        up = jnp.exp2(sums(s.since_s))
-        rows_q, rows_k = rows_q * up, rows_k * up
-        sync()
-        put(s.d_g, get(s.d_g) + exact_sums(q_tile() * rows_q + k_tile() * rows_k))
-        d_k = rows_k + get(s.gs)
-        sync()
-        team.only(0, lambda: plgpu.copy_gmem_to_smem(g_g.at[tokens_i, h], s.gs, late))
+                def pick(source=source, target=target):
+                    score = kit.load(source).astype(f32)
+                    kit.store(target, jnp.where(mask(*team.indices()), score, along_rows(zero, square)).astype(bf16))
 
-        # Sums over pairs, level by level. The pairs of a level lie in one block of twice its size, and so do the gates
-        # between them.
-        def rounded(x):
-            """As the operand of a product is."""
-            return x.astype(bf16).astype(f32)
+                team.only(i, pick)
 
-        def gather(rows_q, d_k, up, down):
-            """Pairs of `da_l` and `dn_l`, anchored by up() as rows and down() as columns.
+        def gather(so_far, up, down):
+            """Sums over `pairs`, anchored by `up` as rows and by `down` as columns.
 
             What a pair adds to the gates' sums it takes away at its column: made of the same rounded factors, the two
             cancel, and no error is left on the gates before it.
             """
-            s.move()
-            kit.all_warps()
-            put(s.dos, k_tile() * down())
-            plgpu.commit_smem()
-            gathered = kit.mm(wide, (s.da_l, s.dos.at[:, mine]))
-            rows_q, value = rows_q + gathered * up(), rounded(q_tile() * up()) * gathered
-            gathered = kit.mm(wide, (s.dn_l, s.dos.at[:, mine]))
-            d_k, value = d_k + gathered * up(), value + rounded(k_tile() * up()) * gathered
-            kit.all_warps()
-            s.move()
-            put(s.dos, q_tile() * up())
-            put(s.vcs, k_tile() * up())
-            plgpu.commit_smem()
-            gathered = kit.mm(wide, (kit.t(s.da_l), s.dos.at[:, mine]), (kit.t(s.dn_l), s.vcs.at[:, mine]))
-            d_k, value = d_k + gathered * down(), value - rounded(k_tile() * down()) * gathered
-            put(s.d_g, get(s.d_g) + exact_sums(value))
-            return rows_q, d_k
-
-        def share_block(shift, pairs):
-            share_pairs(pairs)
-            share_order(lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (c >= r))
-
-        def level(i, so_far):
-            s.move()
-            shift = LEVELS - 1 - i
-            share_sums(shift)
-            share_block(shift + 1, level_pairs(shift))
+            rows_q, d_k, value = so_far
+            put(by_columns, keys() * down)
+            put(by_rows_q, queries() * up)
+            put(by_rows_k, keys() * up)
             sync()
-            rows_q, d_k = so_far
-            up, down = lambda: jnp.exp2(sums(s.since_s)), lambda: jnp.exp2(sums(s.end_s))
-            so_far = gather(rows_q, d_k, up, down)
+            gathered = kit.mm(wide, (da_l, by_columns.at[:, mine]))
+            rows_q, value = rows_q + gathered * up, value + get(by_rows_q) * gathered
+            gathered = kit.mm(wide, (dn_l, by_columns.at[:, mine]))
+            d_k, value = d_k + gathered * up, value + get(by_rows_k) * gathered
+            gathered = kit.mm(wide, (kit.t(da_l), by_rows_q.at[:, mine]), (kit.t(dn_l), by_rows_k.at[:, mine]))
+            d_k, value = d_k + gathered * down, value - get(by_columns) * gathered
             sync()
-            return so_far
+            return rows_q, d_k, value
 
-        rows_q, d_k = lax.fori_loop(0, LEVELS - first, level, (rows_q, d_k))
-        s.move()
-        if bounded:
-            share_block(TILE, lambda r, c: (block_of(r, TILE) == block_of(c, TILE)) & (r > c))
-            sync()
-            up, down = lambda: jnp.exp2(sums(s.since_s) - ANCHOR), lambda: jnp.exp2(ANCHOR - sums(s.since_s))
-            rows_q, d_k = gather(rows_q, d_k, up, down)
-        s.move()
-        plgpu.barrier_wait(late)
-        d_raw = real(_gate_backward(*gate_of(real(get(s.gs))), get(s.d_g), how))
-        put(s.gs, d_raw)
+        def level(shift, so_far):
+            pairs(level_pairs(shift))
+            return gather(so_far, jnp.exp2(sums(since_block(shift))), jnp.exp2(sums(to_block_end(shift))))
+
+        so_far = rows_q, d_k, value
+        first = first_level(how)
+        # A loop, so that the compiler keeps no address of one level in a register for the next.
+        so_far = lax.fori_loop(0, LEVELS - first, lambda i, so_far: level(LEVELS - 1 - i, so_far), so_far)
+        if first:
+            pairs(lambda r, c: block_of(r, first) == block_of(c, first))
+            since = sums(since_block(first))
+            so_far = gather(so_far, jnp.exp2(since - ANCHOR), jnp.exp2(ANCHOR - since))
+        rows_q, d_k, value = so_far
+
+        # The gates' sums: of float32 values as a high and a low half, for they cancel.
+        high = value.astype(bf16)
+        kit.store(dos.at[:, mine], high)
+        put(vcs, value - high.astype(f32))
+        plgpu.commit_smem()
+        later, earlier = (team.ones_where(mask, bf16, True) for mask in (lambda r, c: c >= r, lambda r, c: c < r))
+        d_g = kit.mm(wide, (later, dos.at[:, mine]), (later, vcs.at[:, mine]), (earlier, writers.at[:, mine]))
+        ones = kit.full(square, 1.0, bf16)
+        through = kit.mm(wide, *((ones, states.at[pl.ds(i, CHUNK), mine]) for i in range(0, dim, CHUNK)))
+        through = through * jnp.exp2(kit.mm(wide, (kit.full(square, 1.0, f16), g16.at[:, mine])))
+        d_g = d_g + (through if keeps_g is None else through * keeps_g[tile_i])
+        put(gs, real(_gate_backward(*gate_inputs(), d_g, how)))
 
         # A token's pair with itself has no decay in it.
-        itself = along_rows(exchanged(3), wide)
-        rows_q, d_k = rows_q + k_tile() * itself, d_k + q_tile() * itself
+        itself = along_rows(team.given(3), wide)
+        rows_q, d_k = rows_q + keys() * itself, d_k + queries() * itself
 
-        s.move()
         # Norms.
         if how.qk_l2norm:
-            exchange[4, wg] = jnp.sum(q_tile() * rows_q, axis=1)
-            exchange[5, wg] = jnp.sum(k_tile() * d_k, axis=1)
+            team.give(4, jnp.sum(real(get(qs)) * norm_q * rows_q, axis=1))
+            team.give(5, jnp.sum(keys() * d_k, axis=1))
             sync()
-            d_k = (d_k - k_tile() * along_rows(exchanged(5), wide)) * along_rows(norm_k, wide)
-            unit_q = real(get(s.qs)) * along_rows(norm_q, wide)
-            d_q = (rows_q * how.scale - unit_q * along_rows(exchanged(4), wide)) * along_rows(norm_q, wide)
-        else:
-            d_q = rows_q * how.scale
-        put(s.qs, real(d_q))
-        put(s.ks, real(d_k))
+            rows_q = (rows_q - real(get(qs)) * norm_q * along_rows(team.given(4), wide)) * norm_q
+            d_k = (d_k - keys() * along_rows(team.given(5), wide)) * norm_k
+        put(qs, real(rows_q * how.scale))
+        put(ks, real(d_k))
         sync()
 
         @functools.partial(team.only, 0)
         def _():
-            for source, target in ((s.qs, dq_g), (s.ks, dk_g), (s.xs, dv_g), (s.gs, dg_g)):
+            for source, target in ((qs, dq_g), (ks, dk_g), (gs, dg_g)):
                 plgpu.copy_smem_to_gmem(source, target.at[tokens_i, h])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    tokens_like = jax.ShapeDtypeStruct((n, heads, dim), bf16)
-    tile = smem((1, CHUNK, dim), bf16, STRIP)
-    states = smem((1, dim, dim), bf16, STRIP)
-    scores = smem((1, *square), bf16, slice_columns)
+    def wide_tile(dtype=bf16):
+        return smem((CHUNK, dim), dtype, STRIP)
 
-    def mask(dtype):
-        return smem((1, *square), dtype, STRIP)
-
+    scores = smem(square, bf16)
     kernel = kit.kernel(
         body,
-        out_type=[*[tokens_like] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
+        out_type=[*[jax.ShapeDtypeStruct((n, heads, dim), bf16)] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
         grid=(n // CHUNK, heads),
         grid_names=("t", "h"),
         num_threads=groups,
         thread_name="wg",
         scratch_types=[
-            {
-                "tiles": {name: tile for name in ("qs", "ks", "dos", "vcs", "xs")},
-                "states": kit.union(states, smem((1, CHUNK, dim), f32, STRIP)),
-                "masks": {name: mask(f16) for name in ("since_s", "end_s")},
-                "pairs": {name: mask(bf16) for name in ("da_l", "dn_l")},
-                "gates": kit.union(tile, smem((1, CHUNK, dim), f16, STRIP)),
-                "inverse": kit.union(mask(bf16), mask(bf16)),
-                "ends": kit.union(states, [tile, scores, scores]),
-            },
+            {name: wide_tile() for name in ("q", "k", "g", "d_o", "v", "x", "dv")} | {"g16": wide_tile(f16)},
+            smem((dim, dim), bf16, STRIP),
+            kit.union(scores, scores),
+            kit.union(smem((dim, dim), bf16, STRIP), [wide_tile(), scores]),
+            [smem(square, bf16, share)] * 2,
             plgpu.SMEM((6, groups, CHUNK), f32),
             {
                 "beta": plgpu.SMEM((CHUNK,), f32),
                 "bias": plgpu.SMEM((dim,), f32),
                 **({"marks": plgpu.SMEM((4, CHUNK), f32)} if marked else {}),
             },
-            plgpu.Barrier(num_barriers=copies),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=12 if marked else 11),
             plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=COMPILER,
     )
-    marks = (tokens.rows, tokens.keeps) if marked else ()
+    marks = (tokens.rows, tokens.keeps) if tokens is not None else ()
     scanned = (forward.corrected, backward.corrected, forward.states, backward.states)
-    return Gradients(*kernel(q, k, g, beta, rate, bias, jnp.zeros(1, jnp.int32), inverse, d_o, *scanned, *marks))
+    return Gradients(*kernel(q, k, g, beta, rate, bias, inverse, d_o, *scanned, *marks))

@@ -47,12 +47,10 @@ STEEPEST = -100.0 * LOG2_E
 ANCHOR = -58  # log2
 
 # Pallas puts a barrier before and after every store to shared memory. Most are not needed here: a warp writes only rows
-# that it alone reads, `Kit.all_warps` stands between a product and the first write to its operands, and `Team.sync`
-# wherever warpgroups meet. They stay until the kernels have been run without them.
-COMPILER = plgpu.CompilerParams(approx_math=True)
-STRIP = 32  # channels that a warpgroup handles at a time: what its registers hold without spilling
-# By head width: warpgroups that share a tile, and tiles of a program.
-PREPARE_TEAM = {128: (2, 2), 64: (2, 1)}
+# that it alone reads, `Kit.all_warps` stands between a product and the first write to its operands, and a commit
+# wherever one warp reads what another wrote.
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+STRIP = 64  # channels that a warpgroup handles at a time
 
 
 class Tokens(NamedTuple):
@@ -123,56 +121,19 @@ def level_pairs(shift):
     return lambda r, c: is_odd(block_of(r, shift)) & (block_of(c, shift) + 1 == block_of(r, shift))
 
 
-class Scratch:
-    """A kernel's shared memory by name, tiles [program's tiles, ...] seen at one of them.
+class Tile:
+    """What the kernels ask of the tokens of one chunk. `marks` is `Tokens.rows` in shared memory, or None."""
 
-    Each stage sees it at addresses of its own. Otherwise the compiler computes every address and descriptor of the
-    kernel once, keeps them all in registers, and spills the tiles: `zero` [1] holds a 0 that it cannot know.
-    """
-
-    def __init__(self, named: dict[str, Any], index, zero):
-        self._named, self._index, self._zero = named, index, zero
-        self.move()
-
-    def move(self) -> None:
-        """To be called where a stage begins, and after a loop whose body called it."""
-        at = self._index + self._zero[0]
-        self.__dict__.update({name: ref.at[at] for name, ref in self._named.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-class Team:
-    """The warpgroups that share a tile. They take turns at building masks in shared memory, in strips of columns.
-
-    Masks are matrices of zeros and ones that wgmma reads from shared memory: kept in registers, they would leave no
-    room for anything else.
-    """
-
-    def __init__(self, kit: Kit, wg, groups: int, meet, exchange, marks):
-        """`exchange` [., groups, 64]: each warpgroup's part of sums over channels. `marks` [4, 64]: `Tokens.rows`."""
-        self.kit, self.wg, self.groups, self.meet = kit, wg, groups, meet
-        self._exchange, self._marks = exchange, marks
-
-    def sync(self) -> None:
-        """What each has written to shared memory is there for all, and for copies and wgmma."""
-        plgpu.commit_smem()
-        if self.groups > 1:
-            plgpu.barrier_arrive(self.meet)
-            plgpu.barrier_wait(self.meet)
-
-    def only(self, wg: int, action) -> None:
-        pl.when(self.wg == wg)(action) if self.groups > 1 else action()
+    def __init__(self, kit: Kit, marks):
+        self._kit, self._marks = kit, marks
 
     def row_vector(self, ref) -> jax.Array:
         """[64], one value a row."""
-        return self.kit.load(ref, ROW, optimized=False)
+        return self._kit.load(ref, ROW, optimized=False)
 
-    def exchanged(self, i: int) -> jax.Array:
-        """Sum `i` over the channels of all warpgroups."""
-        parts = (self.row_vector(self._exchange.at[i, j]) for j in range(1, self.groups))
-        return sum(parts, self.row_vector(self._exchange.at[i, 0]))
+    def flagged(self, x: jax.Array, row: int) -> jax.Array:
+        """Times a row of the marks: 2 reads the state, 3 writes it."""
+        return x if self._marks is None else x * along_rows(self.row_vector(self._marks.at[row]), x.shape)
 
     def real(self, x: jax.Array) -> jax.Array:
         """Zeros where no token is, whatever is there."""
@@ -180,62 +141,46 @@ class Team:
             return x
         return jnp.where(along_rows(self.row_vector(self._marks.at[1]), x.shape) > 0.5, x, 0.0)
 
-    def allowed(self, mask: jax.Array, columns: int, offset) -> jax.Array:
-        """`mask` without pairs of tokens of two documents."""
+    def indices(self, columns: int = CHUNK, offset: Any = 0) -> tuple[jax.Array, jax.Array]:
+        shape = (CHUNK, columns)
+        return self._kit.iota(shape, 0), self._kit.iota(shape, 1) + offset
+
+    def allowed(self, mask: jax.Array, offset: Any = 0) -> jax.Array:
+        """`mask` [64, columns from `offset`] without pairs of tokens of two documents."""
         if self._marks is None:
             return mask
         own = self.row_vector(self._marks.at[0])
-        other = self.kit.load(self._marks.at[0, pl.ds(offset, columns)], COLUMN, optimized=False)
+        columns = pl.ds(offset, mask.shape[1])
+        other = self._kit.load(self._marks.at[0, columns], COLUMN, optimized=False)
         return mask & (along_rows(own, mask.shape) == along_columns(other, mask.shape))
 
-    def indices(self, columns: int, offset=0) -> tuple[jax.Array, jax.Array]:
-        shape = (CHUNK, columns)
-        return self.kit.iota(shape, 0), self.kit.iota(shape, 1) + offset
-
-    def share(self, *jobs) -> None:
-        """Fill [64, 64] tiles: jobs (tile, values), with values(first column, number of columns) an array."""
-        halves = [(ref, values, i) for ref, values in jobs for i in range(0, CHUNK, STRIP)]
-        for j, (ref, values, i) in enumerate(halves):
-
-            def fill(ref=ref, values=values, i=i):
-                part = ref.at[:, pl.ds(i, STRIP)]
-                self.kit.store(part, values(i, STRIP).astype(ref.dtype))
-
-            self.only(j % self.groups, fill)
-
-    def ones_where(self, mask):
-        """Values for `share`: 1 where mask(row, column)."""
-        return lambda i, columns: jnp.where(mask(*self.indices(columns, i)), 1.0, 0.0)
-
-    def odd(self, shift) -> jax.Array:
-        """[64, 32]: rows in odd blocks of 2^shift tokens."""
-        return is_odd(block_of(self.kit.iota((CHUNK, STRIP), 0), shift))
+    def ones_where(self, mask, dtype: Any = jnp.float16, within_documents: bool = False) -> jax.Array:
+        """[64, 64] in registers, the left operand of a product that sums over the tokens mask(row, column)."""
+        picked = mask(*self.indices())
+        return jnp.where(self.allowed(picked) if within_documents else picked, 1.0, 0.0).astype(dtype)
 
 
-def inverse(kit: Kit, m_ref, work, out) -> None:
-    """`out` ← (I + M)⁻¹ in bfloat16 for strictly lower triangular M [64, 64] float16, by one warpgroup."""
-    shape, half = (CHUNK, CHUNK), CHUNK // 2
+def inverse(kit: Kit, minus_m: jax.Array, zero: jax.Array, t_s, y_s) -> jax.Array:
+    """(I + M)⁻¹ [64, 64] float32 from −M, strictly lower triangular; two tiles of scratch.
 
-    def block(shift, first) -> jax.Array:
-        """32 columns of what level `shift` sees of −M."""
-        pairs = level_pairs(shift)(kit.iota((CHUNK, half), 0), kit.iota((CHUNK, half), 1) + first)
-        m = kit.load(m_ref.at[:, pl.ds(first, half)]).astype(jnp.float32)
-        return jnp.where(pairs, -m, 0.0).astype(jnp.float16)
+    Products are of float16: entries of M and T lie within [−1, 1].
+    """
+    shape = (CHUNK, CHUNK)
+    r, c = kit.iota(shape, 0), kit.iota(shape, 1)
 
-    def merge(shift, t):
+    def seen(shift):
+        """What level `shift` sees of −M."""
+        return jnp.where(level_pairs(shift)(r, c), minus_m, zero).astype(jnp.float16)
+
+    t = jnp.where(r == c, 1.0, jnp.where(level_pairs(0)(r, c), minus_m, zero))
+    for shift in range(1, LEVELS):
         t16 = t.astype(jnp.float16)
-        kit.store(work, t16)
+        kit.store(t_s, t16)
         plgpu.commit_smem()
-        y = kit.mm(shape, *((block(shift, i), work.at[pl.ds(i, half)]) for i in (0, half)))
-        kit.all_warps()
-        kit.store(work, y.astype(jnp.float16))
+        kit.store(y_s, kit.mm(shape, (seen(shift), t_s)).astype(jnp.float16))
         plgpu.commit_smem()
-        t = kit.mm_acc(t, (t16, work))
-        kit.all_warps()
-        return t
-
-    identity = jnp.where(kit.iota(shape, 0) == kit.iota(shape, 1), 1.0, 0.0)
-    kit.store(out, lax.fori_loop(0, LEVELS, merge, identity).astype(jnp.bfloat16))
+        t = kit.mm_acc(t, (t16, y_s))
+    return t
 
 
 def prepare(
@@ -259,60 +204,24 @@ def prepare(
       rate: [H] float32, e^A_log (ignored without a gate). bias: [H, K] float32.
     """
     n, heads, dim = q.shape
-    groups, tiles = PREPARE_TEAM[dim]
-    width = dim // groups
-    count = n // CHUNK * heads
     kit = Kit(interpret)
     strip, square = (CHUNK, STRIP), (CHUNK, CHUNK)
-    slice_columns = CHUNK // groups  # columns of the score matrices that a warpgroup computes
-    scores_shape = (CHUNK, slice_columns)
+    strips = [pl.ds(i, STRIP) for i in range(0, dim, STRIP)]
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
     bounded = how.gate == "lower_bound"
     first = first_level(how)
-    copies = 7 if marked else 6
 
-    def body(*refs):
-        program, thread = lax.axis_index("p"), lax.axis_index("wg")
-        slot, wg = lax.div(thread, jnp.int32(groups)), lax.rem(thread, jnp.int32(groups))
-        index = program * tiles + slot
-        pl.when(index < count)(lambda: one_tile(index, slot, wg, *refs))
-
-    def one_tile(index, slot, wg, q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, zero_g, *refs):
+    def body(q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
-        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, *refs = refs
-        scratch, exchange, small, full, meet = refs
-        named = dict(scratch["tiles"])
-        named |= dict(zip(("g_raw", "g16"), scratch["gates"]))
-        named |= dict(zip(("since_s", "a_s"), scratch["scores"]))
-        named |= dict(zip(("end_s", "m_s"), scratch["strict scores"]))
-        named |= dict(zip(("other_s", "work", "t_s"), scratch["inverse"]))
-        s = Scratch(named, slot, zero_g)
-        exchange, meet = exchange.at[slot], meet.at[slot]
-        small = {name: ref.at[slot] for name, ref in small.items()}
-        full = [full.at[slot * copies + i] for i in range(copies)]
-        tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-        team = Team(kit, wg, groups, meet, exchange, small.get("marks"))
-        strips = [pl.ds(wg * width + i, STRIP) for i in range(0, width, STRIP)]
-        sync = team.sync
+        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, tiles, gates, last, small, full = refs
+        qs, ks, xs, vs, a_s = (tiles[name] for name in "qkxva")
+        g_raw, g16, (work, work2) = gates
+        ones, t_s = last
+        tile_i, h = lax.axis_index("t"), lax.axis_index("h")
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
-        part = pl.ds(wg * slice_columns, slice_columns)
-
-        @functools.partial(team.only, 0)
-        def _():
-            tokens_of = [(g_g, s.g_raw), (q_g, s.qs), (k_g, s.ks), (v_g, s.vs)]
-            pairs = [(source.at[tokens_i, h], target) for source, target in tokens_of]
-            pairs += [(b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
-            if marked:
-                pairs.append((rows_g.at[:, tokens_i], small["marks"]))
-            for (source, target), barrier in zip(pairs, full):
-                plgpu.copy_gmem_to_smem(source, target, barrier)
-
-        for barrier in full[4:]:
-            plgpu.barrier_wait(barrier)
-
-        row_vector, exchanged, real, allowed = team.row_vector, team.exchanged, team.real, team.allowed
+        tile = Tile(kit, small.get("marks"))
 
         def get(ref, at):
             return kit.load(ref.at[:, at]).astype(f32)
@@ -320,141 +229,141 @@ def prepare(
         def put(ref, at, value):
             kit.store(ref.at[:, at], value.astype(ref.dtype))
 
-        def sums(mask_ref, at):
-            return kit.mm(strip, (mask_ref, s.g16.at[:, at]))
+        def times(ref, at, factor):
+            """In bfloat16: half the instructions."""
+            kit.store(ref.at[:, at], kit.load(ref.at[:, at]) * factor.astype(bf16))
 
-        # Gates, and each warpgroup's share of the norms.
-        plgpu.barrier_wait(full[0])
+        sources = [(g_g.at[tokens_i, h], g_raw), (q_g.at[tokens_i, h], qs), (k_g.at[tokens_i, h], ks)]
+        sources += [(v_g.at[tokens_i, h], vs), (b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
+        if marked:
+            sources.append((rows_g.at[:, tokens_i], small["marks"]))
+        for i, (source, target) in enumerate(sources):
+            plgpu.copy_gmem_to_smem(source, target, full.at[i])
+
+        # Gates.
+        for i in (0, *range(4, len(sources))):
+            plgpu.barrier_wait(full.at[i])
         rate_h = None if how.gate == "none" else rate_g[h]
         for at in strips:
             bias_v = None if how.gate == "none" else kit.load(small["bias"].at[at], COLUMN, optimized=False)
-            put(s.g16, at, real(log2_gate(real(get(s.g_raw, at)), rate_h, bias_v, how)))
-        team.share(
-            (s.since_s, team.ones_where(since_block(first))),
-            (s.end_s, team.ones_where(to_block_end(first))),
-            (s.other_s, team.ones_where(lambda r, c: r >= 0)),
-        )
-        plgpu.barrier_wait(full[1])
-        plgpu.barrier_wait(full[2])
-        if how.qk_l2norm:
-            for i, ref in ((0, s.qs), (1, s.ks)):
-                squares = [jnp.sum(jnp.square(real(get(ref, at))), axis=1) for at in strips]
-                exchange[i, wg] = functools.reduce(jnp.add, squares)
-        sync()
+            put(g16, at, tile.real(log2_gate(tile.real(get(g_raw, at)), rate_h, bias_v, how)))
+        kit.store(ones, kit.full(square, 1.0, f16))
+        plgpu.commit_smem()
 
-        s.move()
+        def sums(mask, at):
+            return kit.mm(strip, (tile.ones_where(mask), g16.at[:, at]))
 
-        # Decay over the chunk: with channels as rows it is one value a row.
-        @pl.when(wg < dim // 64)
-        def _():
-            channels = pl.ds(wg * 64, 64)
-            total = kit.mm((64, 8), (kit.t(s.g16.at[:, channels]), kit.t(s.other_s.at[pl.ds(0, 8)])))
-            decay = jnp.exp2(jnp.max(total, axis=1))
-            decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
+        # Queries and keys, anchored as the first level's scores want them; the latter times −β.
+        beta = tile.row_vector(small["beta"])
+        minus_beta = along_rows(beta * -1.0, strip)
+        # A zero that the compiler does not know: it would move selects between a value and 0 past the conversion to 16
+        # bits, where they cost three times as much.
+        zero = along_rows(beta * 0.0, square)
 
-        s.move()
+        def norm(ref) -> Any:
+            """One over each row's: the tensor cores square and add."""
+            if not how.qk_l2norm:
+                return 1.0
+            r, c = tile.indices()
+            squares = jnp.sum(jnp.where(r == c, kit.mm(square, (ref, kit.t(ref))), 0.0), axis=1)
+            return along_rows(lax.rsqrt(squares + L2_EPS), strip)
 
-        # Scores, level by level.
-        def scores():
-            other = kit.t(s.xs.at[part])
-            return kit.mm(scores_shape, (s.qs, other)), kit.mm(scores_shape, (s.ks, other))
-
-        offset = wg * slice_columns
-
-        def normalised(ref, at, i):
-            x = real(get(ref, at))
-            return x * along_rows(lax.rsqrt(exchanged(i) + L2_EPS), strip) if how.qk_l2norm else x
-
+        plgpu.barrier_wait(full.at[1])
+        plgpu.barrier_wait(full.at[2])
+        norm_q, norm_k = norm(qs) * how.scale, norm(ks)
+        kit.all_warps()
         itself = []
         for at in strips:
-            up = jnp.exp2(sums(s.since_s, at))
-            x = normalised(s.qs, at, 0) * how.scale
-            y = normalised(s.ks, at, 1)
+            since = sums(since_block(first), at)
+            up = jnp.exp2(since)
+            x, y = tile.real(get(qs, at) * norm_q), tile.real(get(ks, at) * norm_k)
             if not bounded:
                 itself.append(jnp.sum(x * y, axis=1))  # a token's pair with itself, which no level has
-            put(s.qs, at, x * up)
-            put(s.ks, at, y * up)
-            put(s.xs, at, y * jnp.exp2(ANCHOR - sums(s.since_s, at)) if bounded else y)
-        if itself:
-            exchange[2, wg] = functools.reduce(jnp.add, itself)
-        sync()
-        r, c = team.indices(slice_columns, offset)
+            put(qs, at, x * up)
+            put(ks, at, y * up * minus_beta)
+            put(xs, at, y * jnp.exp2(ANCHOR - since) if bounded else y)
+        plgpu.commit_smem()
+
+        # Scores, level by level: A and −M.
+        def scores():
+            sq, sk = kit.mm(square, (qs, kit.t(xs))), kit.mm(square, (ks, kit.t(xs)))
+            kit.all_warps()
+            return sq, sk
+
         if bounded:
             sq, sk = scores()
-            same = allowed(block_of(r, TILE) == block_of(c, TILE), slice_columns, offset)
-            a, m = (jnp.where(same & mask, x * 2.0**-ANCHOR, 0.0) for mask, x in ((r >= c, sq), (r > c, sk)))
-            sync()  # all have read the operands
-            s.move()
+            r, c = tile.indices()
+            same = tile.allowed(block_of(r, TILE) == block_of(c, TILE))
+            a, m = jnp.where(same & (r >= c), sq, 0.0) * 2.0**-ANCHOR, jnp.where(same & (r > c), sk, 0.0) * 2.0**-ANCHOR
             for at in strips:
-                put(s.xs, at, get(s.xs, at) * jnp.exp2(sums(s.since_s, at) + sums(s.end_s, at) - ANCHOR))
+                total = sums(lambda r, c: block_of(r, TILE) == block_of(c, TILE), at)
+                times(xs, at, jnp.exp2(total - ANCHOR))
+            plgpu.commit_smem()
         else:
-            a = jnp.where(r == c, along_rows(exchanged(2), scores_shape), 0.0)
-            m = a * 0.0
+            r, c = tile.indices()
+            a = jnp.where(r == c, along_rows(functools.reduce(jnp.add, itself), square), 0.0)
+            m = jnp.zeros_like(a)
 
         def level(shift, scores_so_far):
             a, m = scores_so_far
-            s.move()
-            sync()
-            team.share((s.other_s, team.ones_where(other_block(shift))))
             sq, sk = scores()
-            pairs = allowed(level_pairs(shift)(*team.indices(slice_columns, offset)), slice_columns, offset)
-            sync()  # all have read the operands
-            s.move()
+            pairs = tile.allowed(level_pairs(shift)(*tile.indices()))
+            a, m = jnp.where(pairs, sq, a), jnp.where(pairs, sk, m)
+            # Decays are at most 1. (A select would be moved past the conversion to bfloat16, at three times the cost.)
+            odd = (block_of(kit.iota(strip, 0), shift) & 1).astype(f32)
             for at in strips:
-                factor, odd = jnp.exp2(sums(s.other_s, at)), team.odd(shift)
-                put(s.qs, at, get(s.qs, at) * jnp.where(odd, factor, 1.0))
-                put(s.ks, at, get(s.ks, at) * jnp.where(odd, factor, 1.0))
-                put(s.xs, at, get(s.xs, at) * jnp.where(odd, 1.0, factor))
-            return a + jnp.where(pairs, sq, 0.0), m + jnp.where(pairs, sk, 0.0)
+                factor = jnp.exp2(sums(other_block(shift), at))
+                rows = jnp.maximum(factor, 1.0 - odd)
+                times(qs, at, rows)
+                times(ks, at, rows)
+                times(xs, at, jnp.maximum(factor, odd))
+            plgpu.commit_smem()
+            return a, m
 
-        a, m = lax.fori_loop(first, LEVELS, level, (a, m))
-        s.move()
-        be = row_vector(small["beta"])
-        kit.store(s.a_s.at[:, part], a.astype(bf16))
-        kit.store(s.m_s.at[:, part], (m * along_rows(be, scores_shape)).astype(f16))
+        if bounded:
+            for shift in range(first, LEVELS):
+                a, m = level(shift, (a, m))
+        else:
+            a, m = lax.fori_loop(first, LEVELS, level, (a, m))
+        kit.store(a_s, a.astype(bf16))
         if marked:
             for at in strips:
-                for ref, flag in ((s.qs, 2), (s.ks, 2), (s.xs, 3)):
-                    put(ref, at, get(ref, at) * along_rows(row_vector(small["marks"].at[flag]), strip))
-        sync()
+                for ref, flag in ((qs, 2), (ks, 2), (xs, 3)):
+                    put(ref, at, tile.flagged(get(ref, at), flag))
 
-        @functools.partial(team.only, 0)
-        def _():
-            plgpu.copy_smem_to_gmem(s.qs, qo_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.xs, ko_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.a_s, a_g.at[h, tokens_i])
-            inverse(kit, s.m_s, s.work, s.t_s)
+        # Decay over the chunk: with channels as rows it is one value a row.
+        for i in range(0, dim, 64):
+            channels = pl.ds(i, 64)
+            total = kit.mm((64, 8), (kit.t(g16.at[:, channels]), kit.t(ones.at[pl.ds(0, 8)])))
+            decay = jnp.exp2(jnp.max(total, axis=1))
+            decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(qs, qo_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(xs, ko_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(a_s, a_g.at[h, tokens_i])
 
-        s.move()
-        plgpu.barrier_wait(full[3])
-        beta = along_rows(row_vector(small["beta"]), strip)
+        # T, and with it W and U.
+        t = inverse(kit, m, zero, work, work2).astype(bf16)
+        kit.store(t_s, t)
+        plgpu.barrier_wait(full.at[3])
         for at in strips:
-            put(s.ks, at, get(s.ks, at) * -beta)
-            put(s.vs, at, real(get(s.vs, at)) * beta)
-        sync()
-        s.move()
+            put(vs, at, tile.real(get(vs, at)) * along_rows(beta, strip))
+        plgpu.commit_smem()
         for at in strips:
-            w, u = kit.mm(strip, (s.t_s, s.ks.at[:, at])), kit.mm(strip, (s.t_s, s.vs.at[:, at]))
+            w, u = kit.mm(strip, (t, ks.at[:, at])), kit.mm(strip, (t, vs.at[:, at]))
             kit.all_warps()
-            put(s.ks, at, w)
-            put(s.vs, at, u)
-        sync()
-
-        @functools.partial(team.only, 0)
-        def _():
-            plgpu.copy_smem_to_gmem(s.t_s, t_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.ks, w_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.vs, u_g.at[h, tokens_i])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            put(ks, at, w)
+            put(vs, at, u)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(t_s, t_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(ks, w_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(vs, u_g.at[h, tokens_i])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tokens_like(columns):
         return jax.ShapeDtypeStruct((heads, n, columns), bf16)
 
-    tile_of_tokens = smem((tiles, CHUNK, dim), bf16, STRIP)
-
-    def mask(dtype, columns):
-        return smem((tiles, *square), dtype, columns)
-
+    wide = smem((CHUNK, dim), bf16)
     kernel = kit.kernel(
         body,
         out_type=[
@@ -463,28 +372,22 @@ def prepare(
             jax.ShapeDtypeStruct((heads, n // CHUNK, dim), f32),
             tokens_like(CHUNK),
         ],
-        grid=(-(-count // tiles),),
-        grid_names=("p",),
-        num_threads=groups * tiles,
+        grid=(n // CHUNK, heads),
+        grid_names=("t", "h"),
+        num_threads=1,
         thread_name="wg",
         scratch_types=[
+            {**dict.fromkeys("qkxv", wide), "a": smem(square, bf16)},
+            kit.union(wide, smem((CHUNK, dim), f16), [smem(square, f16)] * 2),
+            kit.union(smem(square, f16), smem(square, bf16)),
             {
-                "tiles": {name: tile_of_tokens for name in ("qs", "ks", "xs", "vs")},
-                "gates": kit.union(tile_of_tokens, smem((tiles, CHUNK, dim), f16, STRIP)),
-                "scores": kit.union(mask(f16, STRIP), mask(bf16, slice_columns)),
-                "strict scores": kit.union(mask(f16, STRIP), mask(f16, slice_columns)),
-                "inverse": kit.union(mask(f16, STRIP), mask(f16, CHUNK // 2), mask(bf16, STRIP)),
+                "beta": plgpu.SMEM((CHUNK,), f32),
+                "bias": plgpu.SMEM((dim,), f32),
+                **({"marks": plgpu.SMEM((4, CHUNK), f32)} if marked else {}),
             },
-            plgpu.SMEM((tiles, 3, groups, CHUNK), f32),
-            {
-                "beta": plgpu.SMEM((tiles, CHUNK), f32),
-                "bias": plgpu.SMEM((tiles, dim), f32),
-                **({"marks": plgpu.SMEM((tiles, 4, CHUNK), f32)} if marked else {}),
-            },
-            plgpu.Barrier(num_barriers=copies * tiles),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=tiles),
+            plgpu.Barrier(num_barriers=7 if marked else 6),
         ],
         compiler_params=COMPILER,
     )
-    marks = (tokens.rows, tokens.keeps) if marked else ()
-    return Prepared(*kernel(q, k, v, g, beta, rate, bias, jnp.zeros(1, jnp.int32), *marks))
+    marks = (tokens.rows, tokens.keeps) if tokens is not None else ()
+    return Prepared(*kernel(q, k, v, g, beta, rate, bias, *marks))
