@@ -162,6 +162,16 @@ class Kit:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
+    def along_rows(self, row_values: Any, shape: tuple[int, ...]) -> jax.Array:
+        """One value a row → [rows, columns], its layout said: looked for, it takes minutes in a long kernel."""
+        tile = along_rows(row_values, shape)
+        return tile if self.interpret else plgpu.layout_cast(tile, LAYOUT)
+
+    def along_columns(self, column_values: Any, shape: tuple[int, ...]) -> jax.Array:
+        """One value a column → [rows, columns]."""
+        tile = along_columns(column_values, shape)
+        return tile if self.interpret else plgpu.layout_cast(tile, LAYOUT)
+
     def full(self, shape: tuple[int, int], value: float, dtype: Any) -> jax.Array:
         """A constant tile in registers."""
         tile = jnp.full(shape, value, dtype)

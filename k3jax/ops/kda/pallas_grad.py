@@ -29,7 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.ops.mosaic import COLUMN, Kit, along_columns, along_rows, smem
+from k3jax.ops.mosaic import COLUMN, Kit, along_columns, smem
 
 from .gates import L2_EPS, Activation
 from .pallas_prep import (
@@ -38,7 +38,7 @@ from .pallas_prep import (
     COMPILER,
     LEVELS,
     LOG2_E,
-    STRIP,
+    Scratch,
     Tile,
     Tokens,
     block_of,
@@ -49,6 +49,8 @@ from .pallas_prep import (
     to_block_end,
 )
 from .pallas_scan import Reversed, Scanned
+
+STRIP = 64  # channels of a warpgroup
 
 
 class Gradients(NamedTuple):
@@ -75,8 +77,8 @@ def _gate_backward(raw: jax.Array, rate, bias, d_g: jax.Array, how: Activation) 
 class Team(Tile):
     """A chunk shared by warpgroups, 64 channels each. `exchange` [., groups, 64]: their parts of sums over channels."""
 
-    def __init__(self, kit: Kit, marks, wg, groups: int, meet, exchange):
-        super().__init__(kit, marks)
+    def __init__(self, kit: Kit, scratch: Scratch, wg, groups: int, meet, exchange):
+        super().__init__(kit, scratch)
         self.wg, self._groups, self._meet, self._exchange = wg, groups, meet, exchange
 
     def sync(self) -> None:
@@ -104,6 +106,7 @@ def gradients(
     beta: jax.Array,
     rate: jax.Array,
     bias: jax.Array,
+    decay: jax.Array,
     inverse: jax.Array,
     d_o: jax.Array,
     forward: Scanned,
@@ -113,50 +116,54 @@ def gradients(
     *,
     interpret: bool = False,
 ) -> Gradients:
-    """Run the kernel; arguments as in `prepare` and `reverse_scan`, `inverse` from `Prepared`."""
+    """Run the kernel; arguments as in `prepare` and `reverse_scan`, `decay` and `inverse` from `Prepared`."""
     n, heads, dim = q.shape
     groups = dim // STRIP
     kit = Kit(interpret)
     square, wide = (CHUNK, CHUNK), (CHUNK, STRIP)
     share = CHUNK // groups  # columns of the score matrices that a warpgroup computes
+    half = min(CHUNK, STRIP)
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
+    copies = 13 if marked else 12
 
-    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, *refs):
-        keeps_g = None
+    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, decay_g, *refs):
         if marked:
-            rows_g, keeps_g, *refs = refs
-        dq_g, dk_g, dv_g, dg_g, db_g, tiles, states, inverses, ends, scores, exchange, small, full, meet = refs
-        qs, ks, gs, g16, dos, vcs, xs, dvs = (tiles[i] for i in ("q", "k", "g", "g16", "d_o", "v", "x", "dv"))
-        ts, da_l = inverses
-        dss, (writers, dn_l) = ends
-        da_s, dn_s = scores
-        by_columns, by_rows_q, by_rows_k = dos, vcs, xs  # once the states are done with, operands of sums over pairs
+            rows_g, *refs = refs
+        dq_g, dk_g, dv_g, dg_g, db_g, tiles, inverses, ends, small, exchange, zero, full, ready, meet = refs
+        named = {**tiles, **small, "t": inverses[0], "ones": inverses[1], "d_states": ends[0]}
+        named |= dict(zip(("writers", "da_l", "dn_l"), ends[1]))
         tile_i, h, wg = lax.axis_index("t"), lax.axis_index("h"), lax.axis_index("wg")
-        team = Team(kit, small.get("marks"), wg, groups, meet, exchange)
+        s = Scratch(named, 0, zero)
+        team = Team(kit, s, wg, groups, meet, exchange)
         real, flagged, sync = team.real, team.flagged, team.sync
         mine, part = pl.ds(wg * STRIP, STRIP), pl.ds(wg * share, share)
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
+        rate_h = None if how.gate == "none" else rate_g[h]  # before the copies: behind them it would wait for all
 
         @functools.partial(team.only, 0)
         def _():
             sources = [
-                (g_g.at[tokens_i, h], gs),
-                (b_g.at[h, tokens_i], small["beta"]),
-                (bias_g.at[h], small["bias"]),
-                (q_g.at[tokens_i, h], qs),
-                (k_g.at[tokens_i, h], ks),
-                (t_g.at[h, tokens_i], ts),
-                (dvc_g.at[h, tokens_i], xs),
-                (vc_g.at[h, tokens_i], vcs),
-                (do_g.at[tokens_i, h], dos),
-                (st_g.at[h, tile_i], states),
-                (ds_g.at[h, tile_i], dss),
+                (g_g.at[tokens_i, h], s.g),
+                (b_g.at[h, tokens_i], s.beta),
+                (bias_g.at[h], s.bias),
+                (decay_g.at[h, tile_i], s.decay),
+                (q_g.at[tokens_i, h], s.q),
+                (k_g.at[tokens_i, h], s.k),
+                (t_g.at[h, tokens_i], s.t),
+                (dvc_g.at[h, tokens_i], s.x),
+                (vc_g.at[h, tokens_i], s.v),
+                (do_g.at[tokens_i, h], s.d_o),
+                (st_g.at[h, tile_i], s.states),
+                (ds_g.at[h, tile_i], s.d_states),
             ]
             if marked:
-                sources.append((rows_g.at[:, tokens_i], small["marks"]))
+                sources.append((rows_g.at[:, tokens_i], s.marks))
             for i, (source, target) in enumerate(sources):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
+            plgpu.copy_gmem_to_smem(zero_g, zero, ready)
+
+        plgpu.barrier_wait(ready)
 
         def arrived(*which):
             for i in which:
@@ -169,81 +176,94 @@ def gradients(
             kit.store(ref.at[:, mine], value.astype(ref.dtype))
 
         def sums(mask):
-            return kit.mm(wide, (team.ones_where(mask), g16.at[:, mine]))
+            return kit.mm(wide, (team.ones_where(mask), s.g16.at[:, mine]))
 
         def gate_inputs():
             if how.gate == "none":
-                return real(get(gs)), None, None
-            return real(get(gs)), rate_g[h], kit.load(small["bias"].at[mine], COLUMN, optimized=False)
+                return real(get(s.g)), None, None
+            return real(get(s.g)), rate_h, kit.load(s.bias.at[mine], COLUMN, optimized=False)
 
         # Gates and norms, as in `prepare`.
-        arrived(0, 1, 2, *range(11, 12 if marked else 11))
-        put(g16, real(log2_gate(*gate_inputs(), how)))
-        arrived(3, 4)
+        arrived(0, 1, 2, *range(12, copies))
+        put(s.g16, real(log2_gate(*gate_inputs(), how)))
+        arrived(4, 5)
         if how.qk_l2norm:
-            for i, ref in enumerate((qs, ks)):
+            for i, ref in enumerate((s.q, s.k)):
                 x = real(get(ref))
                 team.give(i, jnp.sum(x * x, axis=1))
 
         # X, and what each token's own V' says about its β.
-        beta = team.row_vector(small["beta"])
-        arrived(5, 6, 7)
-        x = kit.mm(wide, (kit.t(ts), xs.at[:, mine]))
+        beta = team.row_vector(s.beta)
+        arrived(6, 7, 8)
+        x = kit.mm(wide, (kit.t(s.t), s.x.at[:, mine]))
         kit.all_warps()
-        put(xs, x)
-        put(dvs, x * along_rows(beta, wide))
-        team.give(2, jnp.sum(x * get(vcs), axis=1))
+        put(s.x, x)
+        put(s.dv, x * kit.along_rows(beta, wide))
+        team.give(2, jnp.sum(x * get(s.v), axis=1))
         sync()
-        norm_q: Any = along_rows(lax.rsqrt(team.given(0) + L2_EPS), wide) if how.qk_l2norm else 1.0
-        norm_k: Any = along_rows(lax.rsqrt(team.given(1) + L2_EPS), wide) if how.qk_l2norm else 1.0
+        norm_q: Any = kit.along_rows(lax.rsqrt(team.given(0) + L2_EPS), wide) if how.qk_l2norm else 1.0
+        norm_k: Any = kit.along_rows(lax.rsqrt(team.given(1) + L2_EPS), wide) if how.qk_l2norm else 1.0
 
         @functools.partial(team.only, 0)
         def _():
             db_g[h, tokens_i] = team.given(2) * (1.0 - beta)
-            plgpu.copy_smem_to_gmem(dvs, dv_g.at[tokens_i, h])
+            plgpu.copy_smem_to_gmem(s.dv, dv_g.at[tokens_i, h])
 
         def queries():
-            return real(get(qs)) * (norm_q * how.scale)
+            return real(get(s.q)) * (norm_q * how.scale)
 
         def keys():
-            return real(get(ks)) * norm_k
+            return real(get(s.k)) * norm_k
 
         # Scores.
-        arrived(8, 9, 10)
+        arrived(3, 9, 10, 11)
         r, c = team.indices(share, wg * share)
         before = team.allowed(r > c, wg * share)
-        d_a = kit.mm((CHUNK, share), (dos, kit.t(vcs.at[part])))
+        d_a = kit.mm((CHUNK, share), (s.d_o, kit.t(s.v.at[part])))
         zero = beta * 0.0  # unknown to the compiler, as in `prepare`
         team.give(3, jnp.sum(jnp.where(r == c, d_a, 0.0), axis=1))
-        kit.store(da_s.at[:, part], jnp.where(before, d_a, along_rows(zero, r.shape)).astype(bf16))
-        d_n = kit.mm((CHUNK, share), (xs, kit.t(vcs.at[part]))) * along_rows(beta * -1.0, r.shape)
-        kit.store(dn_s.at[:, part], jnp.where(before, d_n, along_rows(zero, r.shape)).astype(bf16))
+        kit.store(s.da.at[:, part], jnp.where(before, d_a, kit.along_rows(zero, r.shape)).astype(bf16))
+        d_n = kit.mm((CHUNK, share), (s.x, kit.t(s.v.at[part]))) * kit.along_rows(beta * -1.0, r.shape)
+        kit.store(s.dn.at[:, part], jnp.where(before, d_n, kit.along_rows(zero, r.shape)).astype(bf16))
 
+        s.move()
         # Through the states.
         up = jnp.exp2(sums(since_block(LEVELS)))
-        rows_q = flagged(kit.mm(wide, (dos, states.at[:, mine])), 2) * up
-        rows_k = flagged(kit.mm(wide, (xs, states.at[:, mine])) * along_rows(beta * -1.0, wide), 2) * up
+        rows_q = flagged(kit.mm(wide, (s.d_o, s.states.at[:, mine])), 2) * up
+        rows_k = flagged(kit.mm(wide, (s.x, s.states.at[:, mine])) * kit.along_rows(beta * -1.0, wide), 2) * up
         # What each token adds to the gates up to its own, and takes away again where it acts as a column.
         value = queries() * rows_q + keys() * rows_k
-        writer = flagged(kit.mm(wide, (vcs, dss.at[:, mine])), 3) * jnp.exp2(sums(to_block_end(LEVELS)))
+        writer = flagged(kit.mm(wide, (s.v, s.d_states.at[:, mine])), 3) * jnp.exp2(sums(to_block_end(LEVELS)))
         d_k = rows_k + writer
         writer = (keys() * writer).astype(bf16)
         kit.all_warps()
         for i in range(0, dim, CHUNK):
             some = pl.ds(i, CHUNK)
-            kit.store(states.at[some, mine], kit.load(states.at[some, mine]) * kit.load(dss.at[some, mine]))
+            kit.store(s.states.at[some, mine], kit.load(s.states.at[some, mine]) * kit.load(s.d_states.at[some, mine]))
+        team.only(1, lambda: kit.store(s.ones, kit.full(square, 1.0, bf16)))
         sync()  # all have read the operands
-        put(writers, writer)
+        put(s.writers, writer)
+
+        @pl.when(wg < dim // 64)
+        def _():
+            channels = pl.ds(wg * 64, 64)
+            products = (
+                (kit.t(s.states.at[pl.ds(i, 64), channels]), kit.t(s.ones.at[pl.ds(0, 8)])) for i in range(0, dim, 64)
+            )
+            s.through[channels] = jnp.max(kit.mm((64, 8), *products), axis=1) * team.row_vector(s.decay.at[channels])
 
         def pairs(mask):
             """The scores of these pairs alone, for all."""
-            for i, (source, target) in enumerate(((da_s, da_l), (dn_s, dn_l))):
+            for i in range(0, CHUNK, half):
+                columns = pl.ds(i, half)
+                for j, (source, target) in enumerate(((s.da, s.da_l), (s.dn, s.dn_l))):
 
-                def pick(source=source, target=target):
-                    score = kit.load(source).astype(f32)
-                    kit.store(target, jnp.where(mask(*team.indices()), score, along_rows(zero, square)).astype(bf16))
+                    def pick(i=i, columns=columns, source=source, target=target):
+                        score = kit.load(source.at[:, columns]).astype(f32)
+                        picked = jnp.where(mask(*team.indices(half, i)), score, kit.along_rows(zero, score.shape))
+                        kit.store(target.at[:, columns], picked.astype(bf16))
 
-                team.only(i, pick)
+                    team.only(i // half * 2 + j, pick)
 
         def gather(so_far, up, down):
             """Sums over `pairs`, anchored by `up` as rows and by `down` as columns.
@@ -252,20 +272,22 @@ def gradients(
             cancel, and no error is left on the gates before it.
             """
             rows_q, d_k, value = so_far
-            put(by_columns, keys() * down)
-            put(by_rows_q, queries() * up)
-            put(by_rows_k, keys() * up)
+            s.move()
+            put(s.d_o, keys() * down)
+            put(s.v, queries() * up)
+            put(s.x, keys() * up)
             sync()
-            gathered = kit.mm(wide, (da_l, by_columns.at[:, mine]))
-            rows_q, value = rows_q + gathered * up, value + get(by_rows_q) * gathered
-            gathered = kit.mm(wide, (dn_l, by_columns.at[:, mine]))
-            d_k, value = d_k + gathered * up, value + get(by_rows_k) * gathered
-            gathered = kit.mm(wide, (kit.t(da_l), by_rows_q.at[:, mine]), (kit.t(dn_l), by_rows_k.at[:, mine]))
-            d_k, value = d_k + gathered * down, value - get(by_columns) * gathered
+            gathered = kit.mm(wide, (s.da_l, s.d_o.at[:, mine]))
+            rows_q, value = rows_q + gathered * up, value + get(s.v) * gathered
+            gathered = kit.mm(wide, (s.dn_l, s.d_o.at[:, mine]))
+            d_k, value = d_k + gathered * up, value + get(s.x) * gathered
+            gathered = kit.mm(wide, (kit.t(s.da_l), s.v.at[:, mine]), (kit.t(s.dn_l), s.x.at[:, mine]))
+            d_k, value = d_k + gathered * down, value - get(s.d_o) * gathered
             sync()
             return rows_q, d_k, value
 
         def level(shift, so_far):
+            s.move()
             pairs(level_pairs(shift))
             return gather(so_far, jnp.exp2(sums(since_block(shift))), jnp.exp2(sums(to_block_end(shift))))
 
@@ -273,50 +295,53 @@ def gradients(
         first = first_level(how)
         # A loop, so that the compiler keeps no address of one level in a register for the next.
         so_far = lax.fori_loop(0, LEVELS - first, lambda i, so_far: level(LEVELS - 1 - i, so_far), so_far)
+        s.move()
         if first:
             pairs(lambda r, c: block_of(r, first) == block_of(c, first))
             since = sums(since_block(first))
             so_far = gather(so_far, jnp.exp2(since - ANCHOR), jnp.exp2(ANCHOR - since))
         rows_q, d_k, value = so_far
 
+        s.move()
         # The gates' sums: of float32 values as a high and a low half, for they cancel.
         high = value.astype(bf16)
-        kit.store(dos.at[:, mine], high)
-        put(vcs, value - high.astype(f32))
+        kit.store(s.d_o.at[:, mine], high)
+        put(s.v, value - high.astype(f32))
         plgpu.commit_smem()
         later, earlier = (team.ones_where(mask, bf16, True) for mask in (lambda r, c: c >= r, lambda r, c: c < r))
-        d_g = kit.mm(wide, (later, dos.at[:, mine]), (later, vcs.at[:, mine]), (earlier, writers.at[:, mine]))
-        ones = kit.full(square, 1.0, bf16)
-        through = kit.mm(wide, *((ones, states.at[pl.ds(i, CHUNK), mine]) for i in range(0, dim, CHUNK)))
-        through = through * jnp.exp2(kit.mm(wide, (kit.full(square, 1.0, f16), g16.at[:, mine])))
-        d_g = d_g + (through if keeps_g is None else through * keeps_g[tile_i])
-        put(gs, real(_gate_backward(*gate_inputs(), d_g, how)))
+        d_g = kit.mm(wide, (later, s.d_o.at[:, mine]), (later, s.v.at[:, mine]), (earlier, s.writers.at[:, mine]))
+        d_g = d_g + kit.along_columns(kit.load(s.through.at[mine], COLUMN, optimized=False), wide)
+        put(s.g, real(_gate_backward(*gate_inputs(), d_g, how)))
 
+        s.move()
         # A token's pair with itself has no decay in it.
-        itself = along_rows(team.given(3), wide)
+        itself = kit.along_rows(team.given(3), wide)
         rows_q, d_k = rows_q + keys() * itself, d_k + queries() * itself
 
         # Norms.
         if how.qk_l2norm:
-            team.give(4, jnp.sum(real(get(qs)) * norm_q * rows_q, axis=1))
-            team.give(5, jnp.sum(keys() * d_k, axis=1))
+            team.give(0, jnp.sum(real(get(s.q)) * norm_q * rows_q, axis=1))
+            team.give(1, jnp.sum(keys() * d_k, axis=1))
             sync()
-            rows_q = (rows_q - real(get(qs)) * norm_q * along_rows(team.given(4), wide)) * norm_q
-            d_k = (d_k - keys() * along_rows(team.given(5), wide)) * norm_k
-        put(qs, real(rows_q * how.scale))
-        put(ks, real(d_k))
+            rows_q = (rows_q - real(get(s.q)) * norm_q * kit.along_rows(team.given(0), wide)) * norm_q
+            d_k = (d_k - keys() * kit.along_rows(team.given(1), wide)) * norm_k
+        put(s.q, real(rows_q * how.scale))
+        put(s.k, real(d_k))
         sync()
 
         @functools.partial(team.only, 0)
         def _():
-            for source, target in ((qs, dq_g), (ks, dk_g), (gs, dg_g)):
+            for source, target in ((s.q, dq_g), (s.k, dk_g), (s.g, dg_g)):
                 plgpu.copy_smem_to_gmem(source, target.at[tokens_i, h])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def wide_tile(dtype=bf16):
-        return smem((CHUNK, dim), dtype, STRIP)
+    def tile(*shape, dtype=bf16, swizzle_columns=STRIP):
+        return smem((1, *shape), dtype, swizzle_columns)
 
-    scores = smem(square, bf16)
+    def vector(*shape):
+        return plgpu.SMEM((1, *shape), f32)
+
+    wide_tile, states, scores = tile(CHUNK, dim), tile(dim, dim), tile(CHUNK, CHUNK)
     kernel = kit.kernel(
         body,
         out_type=[*[jax.ShapeDtypeStruct((n, heads, dim), bf16)] * 4, jax.ShapeDtypeStruct((heads, n), f32)],
@@ -325,22 +350,41 @@ def gradients(
         num_threads=groups,
         thread_name="wg",
         scratch_types=[
-            {name: wide_tile() for name in ("q", "k", "g", "d_o", "v", "x", "dv")} | {"g16": wide_tile(f16)},
-            smem((dim, dim), bf16, STRIP),
-            kit.union(scores, scores),
-            kit.union(smem((dim, dim), bf16, STRIP), [wide_tile(), scores]),
-            [smem(square, bf16, share)] * 2,
-            plgpu.SMEM((6, groups, CHUNK), f32),
             {
-                "beta": plgpu.SMEM((CHUNK,), f32),
-                "bias": plgpu.SMEM((dim,), f32),
-                **({"marks": plgpu.SMEM((4, CHUNK), f32)} if marked else {}),
+                **dict.fromkeys(("q", "k", "g", "d_o", "v", "x", "dv"), wide_tile),
+                "g16": tile(CHUNK, dim, dtype=f16),
+                "states": states,
+                **dict.fromkeys(("da", "dn"), tile(CHUNK, CHUNK, swizzle_columns=share)),
             },
-            plgpu.Barrier(num_barriers=12 if marked else 11),
+            kit.union(scores, scores),
+            kit.union(states, [wide_tile, scores, scores]),
+            {
+                "beta": vector(CHUNK),
+                **dict.fromkeys(("bias", "decay", "through"), vector(dim)),
+                **({"marks": vector(4, CHUNK)} if marked else {}),
+            },
+            plgpu.SMEM((4, groups, CHUNK), f32),
+            plgpu.SMEM((4,), jnp.int32),
+            plgpu.Barrier(num_barriers=copies),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=COMPILER,
     )
-    marks = (tokens.rows, tokens.keeps) if tokens is not None else ()
-    scanned = (forward.corrected, backward.corrected, forward.states, backward.states)
-    return Gradients(*kernel(q, k, g, beta, rate, bias, inverse, d_o, *scanned, *marks))
+    marks = (tokens.rows,) if tokens is not None else ()
+    scanned = (forward.corrected, backward.corrected, forward.states, backward.states, decay)
+    return Gradients(
+        *kernel(
+            q,
+            k,
+            g,
+            beta,
+            rate,
+            bias,
+            jnp.zeros(4, jnp.int32),
+            inverse,
+            d_o,
+            *scanned,
+            *marks,
+        )
+    )
