@@ -11,6 +11,8 @@ from k3jax.ops.kda import kda, pallas
 from k3jax.ops.mosaic import h200_mesh
 
 OPTIONS = {"beta_is_logit": True, "qk_l2norm": True, "return_final_state": True}
+KERNELS = {"gate": "lower_bound", "implementation": "pallas_interpret"}
+TOKENS = ("q", "k", "v", "g", "beta")  # the inputs with a T axis
 TOLERANCE = 1e-2  # relative L2 on every output and gradient, of bfloat16 kernels against a float32 recurrence
 
 
@@ -152,6 +154,85 @@ def test_padding_is_inert_whatever_it_holds():
     assert not np.any(got["k"][hole])
 
 
+def prefixes(args, options, lengths):
+    """Final states of the first tokens of each row, by the kernels, stacked as `state_interval` does."""
+    states = []
+    for n in lengths:
+        prefix = {name: x[:, :n] if name in TOKENS else x for name, x in args.items()}
+        documents = {name: x[:, :n] for name, x in options.items() if name == "segment_ids"}
+        f = jax.jit(lambda prefix, documents: kda(**prefix, **OPTIONS, **KERNELS | documents)[1])
+        states.append(f(prefix, documents))
+    return jnp.stack(states, axis=1)
+
+
+def with_states(args, options, interval):
+    f = jax.jit(lambda args, options: kda(**args, **OPTIONS, **KERNELS | options, state_interval=interval))
+    return f(args, options)
+
+
+@pytest.mark.parametrize("documents", [None, ids((1, 70), (2, 58), (0, 20), (2, 44))])
+def test_states_at_borders_are_final_states_of_the_prefixes(documents):
+    args, _ = draw(1, 192, 1, 64)
+    options = {} if documents is None else {"segment_ids": documents}
+    _, final, states = with_states(args, options, 64)
+    assert states.shape == (1, 3, 1, 64, 64)
+    assert states.dtype == jnp.float32
+    np.testing.assert_array_equal(states[:, 2], final)
+    np.testing.assert_allclose(states[:, :2], prefixes(args, options, (64, 128)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "heads", "dim"), [(2, 2, 64), (1, 1, 128)])
+def test_states_at_borders_of_rows_that_end_between_them(batch, heads, dim):
+    args, _ = draw(batch, 250, heads, dim)
+    plain = jax.jit(lambda args: kda(**args, **OPTIONS, **KERNELS))(args)
+    *outputs, states = with_states(args, {}, 128)  # the second border lies in padding
+    assert states.shape == (batch, 1, heads, dim, dim)
+    np.testing.assert_allclose(states, prefixes(args, {}, (128,)), rtol=1e-5, atol=1e-6)
+    for got, expected in zip(outputs, plain):
+        np.testing.assert_array_equal(got, expected)
+    assert with_states(args, {}, 256)[2].shape == (batch, 0, heads, dim, dim)
+
+
+@pytest.mark.slow
+def test_states_at_borders_of_segments_run_side_by_side(monkeypatch):
+    monkeypatch.setattr(pallas, "MIN_SEGMENTS", 2)
+    monkeypatch.setattr(pallas, "MIN_SEGMENT_CHUNKS", 1)
+    args, _ = draw(2, 256, 1, 64, seed=4)
+    want = jax.jit(
+        lambda args: kda(**args, **OPTIONS, gate="lower_bound", implementation="reference", state_interval=128)[2]
+    )(widened(args))
+    jax.clear_caches()  # the number of segments is no argument of the jitted function
+    assert pallas.segments_of(2, 1, 4) == 4
+    got = with_states(args, {}, 128)[2]
+    jax.clear_caches()
+    assert_close({"states": got}, {"states": want})
+
+
+def test_states_at_borders_lower_for_an_h200_without_one():
+    how = pallas.Activation("none", -5.0, True, True, 1.0)
+    tokens, beta = (jax.ShapeDtypeStruct((2, 250, 2, *dim), jnp.bfloat16) for dim in ((128,), ()))
+
+    def states(*args):
+        return pallas.kda_pallas(*args, None, None, None, None, None, how, state_interval=64)[2]
+
+    with jax.sharding.use_abstract_mesh(h200_mesh()):
+        lowered = jax.jit(states).trace(*[tokens] * 4, beta).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (2, 3, 2, 128, 128)
+    assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+def test_a_gradient_through_states_at_borders_is_refused():
+    args, _ = draw(1, 64, 1, 64)
+
+    def total(args, index):
+        return jnp.sum(kda(**args, **OPTIONS, **KERNELS, state_interval=64)[index].astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match="states of state_interval have no gradient"):
+        jax.eval_shape(lambda args: jax.grad(total)(args, 2), args)
+    jax.eval_shape(lambda args: jax.grad(total)(args, 1), args)
+
+
 @pytest.mark.parametrize(
     ("shape", "gate", "packed"),
     [
@@ -171,7 +252,7 @@ def test_forward_and_backward_lower_for_an_h200_without_one(shape, gate, packed)
     def loss(q, k, v, g, beta, A_log, dt_bias, segment_ids):
         documents = segment_ids if packed else None
         activation = pallas.Activation(**how)
-        o, _ = pallas.kda_pallas(q, k, v, g, beta, A_log, dt_bias, None, documents, None, activation)
+        o, *_ = pallas.kda_pallas(q, k, v, g, beta, A_log, dt_bias, None, documents, None, activation)
         return jnp.sum(o.astype(jnp.float32))
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
