@@ -5,6 +5,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops import mosaic
 from k3jax.ops.kda import kda, pallas
@@ -231,6 +232,46 @@ def test_a_gradient_through_states_at_borders_is_refused():
     with pytest.raises(NotImplementedError, match="states of state_interval have no gradient"):
         jax.eval_shape(lambda args: jax.grad(total)(args, 2), args)
     jax.eval_shape(lambda args: jax.grad(total)(args, 1), args)
+
+
+def launches_in(jaxpr):
+    """Of kernels, by a jaxpr and all that it calls."""
+    launches = 0
+    for eqn in jaxpr.eqns:
+        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
+        launches += eqn.primitive.name == "mpmd_map"
+        launches += sum(launches_in(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
+    return launches
+
+
+def test_rematerialisation_that_keeps_kernels_looks_for_no_state_of_a_segment_again(monkeypatch):
+    monkeypatch.setattr(pallas, "MIN_SEGMENTS", 2)
+    monkeypatch.setattr(pallas, "MIN_SEGMENT_CHUNKS", 1)
+    jax.clear_caches()  # the number of segments is no argument of the jitted function
+    how = pallas.Activation("none", -5.0, True, True, 1.0)
+    tokens, beta = (jax.ShapeDtypeStruct((1, 256, 1, *dim), jnp.bfloat16) for dim in ((64,), ()))
+
+    def loss(q, k, v, g, beta):
+        o = pallas.kda_pallas(q, k, v, g, beta, None, None, None, None, None, how)[0]
+        return jnp.sum(jnp.sin(checkpoint_name(o, "kda").astype(jnp.float32)))  # as the layer names it
+
+    def launches(policy):
+        gradient = jax.grad(jax.checkpoint(loss, policy=policy), argnums=range(5))
+        with jax.sharding.use_abstract_mesh(h200_mesh()):
+            return launches_in(jax.make_jaxpr(gradient)(*[tokens] * 4, beta).jaxpr)
+
+    policies = jax.checkpoint_policies
+    once, kept, all_again = (
+        launches(policy)
+        for policy in (
+            policies.everything_saveable,
+            policies.save_only_these_names("kda"),
+            policies.nothing_saveable,
+        )
+    )
+    assert 0 < kept == once
+    assert all_again == once + 4  # the per-chunk terms, the transitions, the local states, and the outputs
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.mosaic import why_not_here
 
@@ -223,6 +224,9 @@ def _kda(
 
 def _kda_fwd(raw, layout, how, interval, interpret):
     out, cut = _run(raw, layout, how, interval, interpret)
+    if cut.transitions is not None:
+        # for a rematerialisation to keep: without them, the backward pass begins with the scans that found them
+        cut = checkpoint_name(cut, "kda")
     return out, (raw, layout, cut)
 
 
