@@ -9,6 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops import mosaic
 from k3jax.ops.kda import kda, pallas
+from k3jax.ops.kda.pallas_prep import Prepared
+from k3jax.ops.kda.pallas_scan import Borders, scan
 from k3jax.ops.mosaic import h200_mesh
 
 OPTIONS = {"beta_is_logit": True, "qk_l2norm": True, "return_final_state": True}
@@ -210,17 +212,21 @@ def test_states_at_borders_of_segments_run_side_by_side(monkeypatch):
     assert_close({"states": got}, {"states": want})
 
 
-def test_states_at_borders_lower_for_an_h200_without_one():
-    how = pallas.Activation("none", -5.0, True, True, 1.0)
-    tokens, beta = (jax.ShapeDtypeStruct((2, 250, 2, *dim), jnp.bfloat16) for dim in ((128,), ()))
+def test_the_scan_that_writes_states_at_borders_lowers_for_an_h200_without_one():
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    def states(*args):
-        return pallas.kda_pallas(*args, None, None, None, None, None, how, state_interval=64)[2]
+    tile, square, state = like(2, 512, 128), like(2, 512, 64), like(2, 2, 128, 128, dtype=jnp.float32)
+    prepared = Prepared(tile, tile, tile, tile, square, like(2, 8, 128, dtype=jnp.float32), square)
+
+    def borders(prepared, initial, runs):
+        return scan(prepared, initial, runs, borders=Borders(row=4, interval=1)).borders
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
-        lowered = jax.jit(states).trace(*[tokens] * 4, beta).lower(lowering_platforms=("cuda",))
-    assert lowered.out_info.shape == (2, 3, 2, 128, 128)
-    assert lowered.as_text().count("mosaic_gpu") >= 2
+        traced = jax.jit(borders).trace(prepared, state, like(2, 2, dtype=jnp.int32))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (2, 4, 2, 128, 128)
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_a_gradient_through_states_at_borders_is_refused():
