@@ -329,6 +329,62 @@ def test_prefill_then_steps_equals_one_pass(x64):
     np.testing.assert_allclose(state, expected_state, rtol=1e-10, atol=1e-12)
 
 
+INTERIOR_IDS = np.stack([np.repeat([4, 0, 4, 7, 2], [50, 30, 60, 52, 8]), np.repeat([1, 0, 3], [128, 10, 62])])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "interval", "chunk"),
+    [("reference", 64, 64), ("xla", 128, 32), ("xla", 64, 48), ("xla", 128, 256), ("xla", 256, 64)],
+)
+def test_states_at_borders_are_final_states_of_the_prefixes(x64, implementation, interval, chunk):
+    inputs = make_inputs(2, 200, heads=1)
+    options = RAW | dict(implementation=implementation, chunk_size=chunk, return_final_state=True)
+
+    def prefix(length, **more):
+        ids = jnp.asarray(INTERIOR_IDS[:, :length], jnp.int32)
+        return kda(**map_tokens(lambda x: x[:, :length], inputs), segment_ids=ids, **options, **more)
+
+    o, final, states = prefix(200, state_interval=interval)
+    assert states.shape == (2, 200 // interval, 1, 16, 16)
+    for got, expected in zip((o, final), prefix(200)):
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+    for i in range(200 // interval):
+        np.testing.assert_allclose(states[:, i], prefix((i + 1) * interval)[1], rtol=1e-10, atol=1e-12)
+
+
+def test_states_at_borders_keep_the_digits_of_float32_under_bfloat16_products():
+    inputs = make_inputs(1, 192, dtype=jnp.bfloat16)
+    states = kda(**inputs, **RAW, state_interval=64)[1]
+    assert states.dtype == jnp.float32
+    prefix = map_tokens(lambda x: x[:, :128], inputs)
+    expected = kda(**prefix, **RAW, return_final_state=True)[1]
+    assert relmax(states[:, 1], expected) < 1e-6
+    assert relmax(expected.astype(jnp.bfloat16), expected) > 1e-4
+
+
+def test_a_gradient_through_states_at_borders_is_right_or_refused(x64):
+    inputs = make_inputs(1, 128, heads=1)
+    tokens = {n: inputs[n] for n in TOKENS}
+
+    def loss(tokens, implementation, state_interval, length=128):
+        prefix = {n: x[:, :length] for n, x in tokens.items()}
+        options = RAW | dict(implementation=implementation, return_final_state=True)
+        o, *_, states = kda(**inputs | prefix, **options, state_interval=state_interval)
+        return (jnp.sum(o**2) if length == 128 else 0), jnp.sum(states**2)
+
+    def gradient(index, *args):
+        return quick_jit(jax.grad(lambda tokens: loss(tokens, *args)[index]))(tokens)
+
+    def assert_same(got, expected):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, expected)
+
+    with pytest.raises(NotImplementedError, match="states of state_interval have no gradient"):
+        gradient(1, "xla", 64)
+    assert_same(gradient(0, "xla", 64), gradient(0, "xla", None))  # of o alone
+    both = jax.tree.map(lambda *x: sum(x), *(gradient(1, "xla", None, n) for n in (64, 128)))
+    assert_same(gradient(1, "reference", 64), both)
+
+
 def test_step_leaves_inactive_rows_alone():
     inputs = make_inputs(3, 1, dtype=np.float32)
     state = inputs.pop("initial_state")
@@ -397,6 +453,8 @@ REFUSALS = {
     "expected B = 1": dict(cu_seqlens=np.array([0, 8])),
     "not both": dict(cu_seqlens=np.array([0, 8]), segment_ids=np.ones((2, 8), int)),
     "unknown implementation": dict(implementation="fastest"),
+    "state_interval must be a positive multiple of 64, not 96": dict(state_interval=96),
+    "state_interval must be a positive multiple of 64, not 0": dict(state_interval=0),
 }
 
 
@@ -405,6 +463,12 @@ def test_wrong_arguments_are_refused_by_name(message):
     arguments = make_inputs(2, 8, dtype=np.float32) | RAW | REFUSALS[message]
     with pytest.raises(ValueError, match=message):
         kda(**arguments)
+
+
+def test_states_at_borders_of_sequences_end_to_end_are_refused():
+    inputs = make_inputs(1, 8, dtype=np.float32)
+    with pytest.raises(ValueError, match="give each sequence a row of its own"):
+        kda(**inputs, **RAW, cu_seqlens=np.array([0, 8]), state_interval=64)
 
 
 def test_step_refuses_wrong_shapes():

@@ -5,12 +5,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops import mosaic
 from k3jax.ops.kda import kda, pallas
+from k3jax.ops.kda.pallas_prep import Prepared
+from k3jax.ops.kda.pallas_scan import Borders, scan
 from k3jax.ops.mosaic import h200_mesh
 
 OPTIONS = {"beta_is_logit": True, "qk_l2norm": True, "return_final_state": True}
+KERNELS = {"gate": "lower_bound", "implementation": "pallas_interpret"}
+TOKENS = ("q", "k", "v", "g", "beta")  # the inputs with a T axis
 TOLERANCE = 1e-2  # relative L2 on every output and gradient, of bfloat16 kernels against a float32 recurrence
 
 
@@ -152,6 +157,129 @@ def test_padding_is_inert_whatever_it_holds():
     assert not np.any(got["k"][hole])
 
 
+def prefixes(args, options, lengths):
+    """Final states of the first tokens of each row, by the kernels, stacked as `state_interval` does."""
+    states = []
+    for n in lengths:
+        prefix = {name: x[:, :n] if name in TOKENS else x for name, x in args.items()}
+        documents = {name: x[:, :n] for name, x in options.items() if name == "segment_ids"}
+        f = jax.jit(lambda prefix, documents: kda(**prefix, **OPTIONS, **KERNELS | documents)[1])
+        states.append(f(prefix, documents))
+    return jnp.stack(states, axis=1)
+
+
+def with_states(args, options, interval):
+    f = jax.jit(lambda args, options: kda(**args, **OPTIONS, **KERNELS | options, state_interval=interval))
+    return f(args, options)
+
+
+@pytest.mark.parametrize("documents", [None, ids((1, 70), (2, 58), (0, 20), (2, 44))])
+def test_states_at_borders_are_final_states_of_the_prefixes(documents):
+    args, _ = draw(1, 192, 1, 64)
+    options = {} if documents is None else {"segment_ids": documents}
+    _, final, states = with_states(args, options, 64)
+    assert states.shape == (1, 3, 1, 64, 64)
+    assert states.dtype == jnp.float32
+    np.testing.assert_array_equal(states[:, 2], final)
+    np.testing.assert_allclose(states[:, :2], prefixes(args, options, (64, 128)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "heads", "dim"), [(2, 2, 64), (1, 1, 128)])
+def test_states_at_borders_of_rows_that_end_between_them(batch, heads, dim):
+    args, _ = draw(batch, 250, heads, dim)
+    plain = jax.jit(lambda args: kda(**args, **OPTIONS, **KERNELS))(args)
+    *outputs, states = with_states(args, {}, 128)  # the second border lies in padding
+    assert states.shape == (batch, 1, heads, dim, dim)
+    np.testing.assert_allclose(states, prefixes(args, {}, (128,)), rtol=1e-5, atol=1e-6)
+    for got, expected in zip(outputs, plain):
+        np.testing.assert_array_equal(got, expected)
+    assert with_states(args, {}, 256)[2].shape == (batch, 0, heads, dim, dim)
+
+
+@pytest.mark.slow
+def test_states_at_borders_of_segments_run_side_by_side(monkeypatch):
+    monkeypatch.setattr(pallas, "MIN_SEGMENTS", 2)
+    monkeypatch.setattr(pallas, "MIN_SEGMENT_CHUNKS", 1)
+    args, _ = draw(2, 256, 1, 64, seed=4)
+    want = jax.jit(
+        lambda args: kda(**args, **OPTIONS, gate="lower_bound", implementation="reference", state_interval=128)[2]
+    )(widened(args))
+    jax.clear_caches()  # the number of segments is no argument of the jitted function
+    assert pallas.segments_of(2, 1, 4) == 4
+    got = with_states(args, {}, 128)[2]
+    jax.clear_caches()
+    assert_close({"states": got}, {"states": want})
+
+
+def test_the_scan_that_writes_states_at_borders_lowers_for_an_h200_without_one():
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tile, square, state = like(2, 512, 128), like(2, 512, 64), like(2, 2, 128, 128, dtype=jnp.float32)
+    prepared = Prepared(tile, tile, tile, tile, square, like(2, 8, 128, dtype=jnp.float32), square)
+
+    def borders(prepared, initial, runs):
+        return scan(prepared, initial, runs, borders=Borders(row=4, interval=1)).borders
+
+    with jax.sharding.use_abstract_mesh(h200_mesh()):
+        traced = jax.jit(borders).trace(prepared, state, like(2, 2, dtype=jnp.int32))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (2, 4, 2, 128, 128)
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_a_gradient_through_states_at_borders_is_refused():
+    args, _ = draw(1, 64, 1, 64)
+
+    def total(args, index):
+        return jnp.sum(kda(**args, **OPTIONS, **KERNELS, state_interval=64)[index].astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match="states of state_interval have no gradient"):
+        jax.eval_shape(lambda args: jax.grad(total)(args, 2), args)
+    jax.eval_shape(lambda args: jax.grad(total)(args, 1), args)
+
+
+def launches_in(jaxpr):
+    """Of kernels, by a jaxpr and all that it calls."""
+    launches = 0
+    for eqn in jaxpr.eqns:
+        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
+        launches += eqn.primitive.name == "mpmd_map"
+        launches += sum(launches_in(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
+    return launches
+
+
+def test_rematerialisation_that_keeps_kernels_looks_for_no_state_of_a_segment_again(monkeypatch):
+    monkeypatch.setattr(pallas, "MIN_SEGMENTS", 2)
+    monkeypatch.setattr(pallas, "MIN_SEGMENT_CHUNKS", 1)
+    jax.clear_caches()  # the number of segments is no argument of the jitted function
+    how = pallas.Activation("none", -5.0, True, True, 1.0)
+    tokens, beta = (jax.ShapeDtypeStruct((1, 256, 1, *dim), jnp.bfloat16) for dim in ((64,), ()))
+
+    def loss(q, k, v, g, beta):
+        o = pallas.kda_pallas(q, k, v, g, beta, None, None, None, None, None, how)[0]
+        return jnp.sum(jnp.sin(checkpoint_name(o, "kda").astype(jnp.float32)))  # as the layer names it
+
+    def launches(policy):
+        gradient = jax.grad(jax.checkpoint(loss, policy=policy), argnums=range(5))
+        with jax.sharding.use_abstract_mesh(h200_mesh()):
+            return launches_in(jax.make_jaxpr(gradient)(*[tokens] * 4, beta).jaxpr)
+
+    policies = jax.checkpoint_policies
+    once, kept, all_again = (
+        launches(policy)
+        for policy in (
+            policies.everything_saveable,
+            policies.save_only_these_names("kda"),
+            policies.nothing_saveable,
+        )
+    )
+    assert 0 < kept == once
+    assert all_again == once + 4  # the per-chunk terms, the transitions, the local states, and the outputs
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize(
     ("shape", "gate", "packed"),
     [
@@ -171,7 +299,7 @@ def test_forward_and_backward_lower_for_an_h200_without_one(shape, gate, packed)
     def loss(q, k, v, g, beta, A_log, dt_bias, segment_ids):
         documents = segment_ids if packed else None
         activation = pallas.Activation(**how)
-        o, _ = pallas.kda_pallas(q, k, v, g, beta, A_log, dt_bias, None, documents, None, activation)
+        o, *_ = pallas.kda_pallas(q, k, v, g, beta, A_log, dt_bias, None, documents, None, activation)
         return jnp.sum(o.astype(jnp.float32))
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):

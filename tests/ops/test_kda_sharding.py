@@ -96,3 +96,25 @@ def test_packed_sequences_take_heads_sharded_over_devices(inputs):
         mapped = jax.shard_map(body, in_specs=(specs, P()), out_specs=(P(), specs), check_vma=True)
         check(jax.jit(mapped)(sharded, ends), expected)
         check(jax.jit(jax.value_and_grad(loss))(sharded, ends), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_states_at_borders_are_sharded_as_the_rows_and_heads(implementation):
+    rng = np.random.default_rng(1)
+    inputs = {n: rng.normal(size=(8, 136, 2, 16)).astype(np.float32) for n in "qkvg"}
+    inputs["beta"] = rng.normal(size=(8, 136, 2)).astype(np.float32)
+    inputs["g"] = -np.abs(inputs["g"])
+
+    @jax.jit
+    def states(inputs):
+        return kda(**inputs, beta_is_logit=True, qk_l2norm=True, state_interval=64, implementation=implementation)[1]
+
+    expected = jax.device_get(states(inputs))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+    with jax.set_mesh(mesh):
+        sharded = {n: jax.device_put(x, NamedSharding(mesh, SPECS[n])) for n, x in inputs.items()}
+        got = states(sharded)
+        assert jax.typeof(got).sharding.spec == P("data", None, "tensor", None, None)
+        check(got, expected)
+        mapped = jax.shard_map(states, in_specs=({n: SPECS[n] for n in inputs},), out_specs=P("data", None, "tensor"))
+        check(jax.jit(mapped)(sharded), expected)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .chunkwise import kda_chunkwise
 from .gates import Activation, Gate, activate
 from .intra import TILE
-from .pallas import kda_pallas, unavailable, unsupported
+from .pallas import CHUNK, kda_pallas, unavailable, unsupported
 from .reference import kda_reference, recurrence_step
 
 __all__ = ["Implementation", "kda", "kda_step", "resolve_for", "resolve_implementation"]
@@ -70,9 +70,10 @@ def kda(
     segment_ids: Array | None = None,
     cu_seqlens: ArrayLike | None = None,
     return_final_state: bool = False,
+    state_interval: int | None = None,
     chunk_size: int = 64,
     implementation: Implementation | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Run KDA over whole sequences: `S <- Diag(e^g) S; S <- S + beta k (v - S^T k)^T; o = scale * S^T q` per head.
 
     Args:
@@ -93,19 +94,25 @@ def kda(
       cu_seqlens: [S + 1] int, from 0: S sequences packed end to end in one row (B = 1, no `segment_ids`), sequence s
         being tokens cu_seqlens[s] to cu_seqlens[s + 1]; length 0 is allowed. Tokens past the last one are padding.
       return_final_state: also return the state after the last real token of each row (of each sequence).
+      state_interval: also return the states after every so many tokens of each row, for a cache of prefixes: a positive
+        multiple of 64, not with `cu_seqlens`. After padding it is the state that the padding froze. They have no
+        gradient but with "reference": asking for one is refused.
       chunk_size: tokens per chunk of the chunkwise form, a multiple of 16. Changes speed, not results.
       implementation: "reference" (token by token), "xla" (chunkwise), "pallas" (kernels for Hopper GPUs: bfloat16 q, k
         and v, K = V = 64 or 128, beta as a logit; their chunks are of 64 tokens), "pallas_interpret" (the same kernels
         run by Pallas's interpreter, on any device, for tests). None is "xla".
 
     Returns:
-      o [B, T, H, V] in the dtype of v; with `return_final_state`, (o, state [B or S, H, K, V] in at least float32).
+      o [B, T, H, V] in the dtype of v, alone or as the first of a tuple with what was asked for, in at least float32:
+      `return_final_state` adds the state [B or S, H, K, V], and then `state_interval` the states
+      [B, floor(T / state_interval), H, K, V], the i-th being that after token (i + 1) * state_interval.
       Gates, norms, sums of decay and state are at least float32. Matrix products take bfloat16 operands when q, k
       and v are all bfloat16, and accumulate in float32.
 
     Raises:
       ValueError: an argument has the wrong shape or value, arguments exclude each other, or the named implementation
         cannot run them here.
+      NotImplementedError: a gradient is taken through the states of `state_interval`, but for "reference".
     """
     _check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, "BTHKV")
     how = _activation(gate, lower_bound, beta_is_logit, qk_l2norm, scale, q.shape[-1])
@@ -122,14 +129,17 @@ def kda(
         _expect("initial_state", initial_state, (rows, *q.shape[2:], v.shape[-1]), "[B or S, H, K, V]")
     if chunk_size < TILE or chunk_size % TILE:
         raise ValueError(f"kda: chunk_size must be a positive multiple of {TILE}, not {chunk_size}")
+    if state_interval is not None:
+        _check_interval(state_interval, cu_seqlens)
     args = (q, k, v, g, beta, A_log, dt_bias, initial_state, segment_ids, cu_seqlens, how)
     if chosen == "reference":
-        o, state = kda_reference(*args)
+        o, state, states = kda_reference(*args, state_interval)
     elif chosen == "xla":
-        o, state = kda_chunkwise(*args, chunk_size)
+        o, state, states = kda_chunkwise(*args, chunk_size, state_interval)
     else:
-        o, state = kda_pallas(*args, interpret=chosen == "pallas_interpret")
-    return (o, state) if return_final_state else o
+        o, state, states = kda_pallas(*args, state_interval, interpret=chosen == "pallas_interpret")
+    asked = (state,) * return_final_state + (() if states is None else (states,))
+    return (o, *asked) if asked else o
 
 
 def kda_step(
@@ -192,6 +202,16 @@ def _checked_sequences(cu_seqlens: Array, segment_ids: Array | None, batch: int)
         raise ValueError(f"kda: cu_seqlens has shape {cu_seqlens.shape}, expected [S + 1] with S >= 1")
     _expect_integers("cu_seqlens", cu_seqlens)
     return cu_seqlens.shape[0] - 1
+
+
+def _check_interval(state_interval: int, cu_seqlens: Array | None) -> None:
+    if state_interval < CHUNK or state_interval % CHUNK:
+        raise ValueError(f"kda: state_interval must be a positive multiple of {CHUNK}, not {state_interval}")
+    if cu_seqlens is not None:
+        raise ValueError(
+            "kda: state_interval counts from the start of each row, and cu_seqlens packs several sequences in one; "
+            "give each sequence a row of its own"
+        )
 
 
 def _check_inputs(

@@ -15,6 +15,7 @@ Shape suffixes: B batch, T time, N chunks, H heads, C tokens of a chunk, K key d
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .borders import refuse_gradient, scan_with_borders
 from .gates import Activation, activate, compute_dtype
 from .intra import TILE, decay_sums, matmul, tile_scores, unbounded_scores, unit_lower_inverse
 from .segments import Aligned, align_to_chunks, document_starts
@@ -140,9 +142,11 @@ def _scan_states(step, state: Array, inputs: tuple[Array, ...], layout: Layout, 
     return jax.lax.scan(step_of_owner, state, (layout.aligned.owner, inputs), reverse=reverse)
 
 
-def _forward(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Array, Array, Array]:
-    """o [B, T, H, V], the final state, and the state that each chunk starts from."""
-    dtype = _matmul_dtype(raw)
+def _forward(
+    raw: Raw, layout: Layout, how: Activation, chunk: int, interval: int | None
+) -> tuple[tuple[Array, Array, Array | None], Array]:
+    """(o [B, T, H, V], the final state, those after each `interval` tokens), and the state each chunk starts from."""
+    dtype, borders = _matmul_dtype(raw), None
     terms = _terms(raw, layout, how, chunk, dtype, 0)
 
     def step(state, x):
@@ -152,25 +156,32 @@ def _forward(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Arr
         return decay[..., None] * state + matmul("bhck,bhcv->bhkv", k, v, dtype), (read, v)
 
     inputs = (terms.k_NBHCK, terms.w_NBHCK, terms.u_NBHCV, terms.decay_NBHK)
-    final, (states, v) = _scan_states(step, raw.initial_state, inputs, layout)
+    if interval is None:
+        final, (states, v) = _scan_states(step, raw.initial_state, inputs, layout)
+    else:
+        count = raw.q.shape[1] // interval
+        final, (states, v), borders = scan_with_borders(step, raw.initial_state, inputs, interval // chunk, count)
+        borders = jnp.moveaxis(borders, 0, 1)
     o = matmul("...ck,...kv->...cv", terms.q_NBHCK, states, dtype)
     o = o + matmul("...cd,...dv->...cv", terms.a_NBHCC, v, dtype)
-    return _unchunked(o.astype(raw.v.dtype), layout, raw.q.shape[1]), final, states
+    return (_unchunked(o.astype(raw.v.dtype), layout, raw.q.shape[1]), final, borders), states
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _kda(raw: Raw, layout: Layout, how: Activation, chunk: int) -> tuple[Array, Array]:
-    return _forward(raw, layout, how, chunk)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _kda(
+    raw: Raw, layout: Layout, how: Activation, chunk: int, interval: int | None
+) -> tuple[Array, Array, Array | None]:
+    return _forward(raw, layout, how, chunk, interval)[0]
 
 
-def _kda_fwd(raw, layout, how, chunk):
-    o, final, states = _forward(raw, layout, how, chunk)
-    return (o, final), (raw, layout, states)
+def _kda_fwd(raw, layout, how, chunk, interval):
+    out, states = _forward(raw, layout, how, chunk, interval)
+    return out, (raw, layout, states)
 
 
-def _kda_bwd(how, chunk, residuals, cotangents):
+def _kda_bwd(how, chunk, interval, residuals, cotangents):
     raw, layout, states = residuals
-    d_o, d_final = cotangents
+    d_o, d_final, _ = cotangents  # `refuse_gradient` lets no cotangent of the states at borders through
     dtype = _matmul_dtype(raw)
     terms, terms_vjp = jax.vjp(lambda raw: _terms(raw, layout, how, chunk, dtype, TILE // 2), raw)
     if layout.real_BT is not None:
@@ -225,7 +236,7 @@ def same_varying(raw: Raw) -> Raw:
     return jax.tree.map(mark, raw)
 
 
-@functools.partial(jax.jit, static_argnames=("how", "chunk_size"))
+@functools.partial(jax.jit, static_argnames=("how", "chunk_size", "state_interval"))
 def kda_chunkwise(
     q: Array,
     k: Array,
@@ -239,9 +250,12 @@ def kda_chunkwise(
     cu_seqlens: Array | None,
     how: Activation,
     chunk_size: int,
-) -> tuple[Array, Array]:
-    """`kda` for every argument. Returns (o [B, T, H, V], final state)."""
+    state_interval: int | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """`kda` for every argument. Returns (o [B, T, H, V], final state, states at borders)."""
     length = q.shape[1]
+    if state_interval is not None:
+        chunk_size = math.gcd(chunk_size, state_interval)  # chunks must end at every border
     chunk = min(chunk_size, -(-length // TILE) * TILE)
     layout = Layout()
     if segment_ids is not None:
@@ -255,4 +269,5 @@ def kda_chunkwise(
     # Adding what depends on no value gives the carry its shape, its sharding and its varying axes.
     outer = jnp.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None, :], dtype=compute_dtype(q, k, v, g, beta))
     raw = Raw(q, k, v, g, beta, A_log, dt_bias, initial_state.astype(outer.dtype) + outer)
-    return _kda(same_varying(raw), layout, how, chunk)
+    o, final, borders = _kda(same_varying(raw), layout, how, chunk, state_interval)
+    return o, final, None if borders is None else refuse_gradient(borders)

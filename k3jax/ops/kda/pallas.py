@@ -19,14 +19,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.mosaic import why_not_here
 
+from .borders import refuse_gradient
 from .chunkwise import Raw, same_varying
 from .gates import Activation
 from .pallas_grad import gradients
 from .pallas_prep import CHUNK, Prepared, Tokens, prepare
-from .pallas_scan import reverse_scan, scan
+from .pallas_scan import Borders, reverse_scan, scan
 from .segments import align_to_chunks, document_starts
 
 # Segments pay where the heads leave most of an H200's 132 multiprocessors idle and the chain is long.
@@ -194,31 +196,43 @@ def _last_of_each_row(final: Array, runs: int) -> Array:
     return final.reshape(runs, -1, *final.shape[1:])[:, -1]
 
 
-def _run(raw: Raw, layout: Layout, how: Activation, interpret: bool) -> tuple[tuple[Array, Array], _Cut]:
+def _run(
+    raw: Raw, layout: Layout, how: Activation, interval: int | None, interpret: bool
+) -> tuple[tuple[Array, Array, Array | None], _Cut]:
     batch, length = raw.q.shape[:2]
     x = _inputs(raw, layout)
     prepared = prepare(*x, layout.tokens, how, interpret=interpret)
     initial = jnp.swapaxes(raw.initial_state, -1, -2)
     cut = _segmented(prepared, initial, layout, _segment_count(raw, layout), interpret)
-    out = scan(prepared, cut.initial, cut.runs_R2, interpret=interpret)
+    count = None if interval is None else length // interval
+    wanted = Borders(-(-length // CHUNK), interval // CHUNK) if interval and count else None
+    out = scan(prepared, cut.initial, cut.runs_R2, borders=wanted, interpret=interpret)
     assert out.o is not None
     final = _last_of_each_row(out.final, initial.shape[0])
-    return (_gather(out.o, layout, batch, length), jnp.swapaxes(final, -1, -2)), cut
+    borders = None if count is None else jnp.zeros((batch, 0, *initial.shape[1:]))
+    if out.borders is not None:
+        borders = jnp.swapaxes(out.borders[:, :count], -1, -2)  # one more where a last chunk is full but for padding
+    return (_gather(out.o, layout, batch, length), jnp.swapaxes(final, -1, -2), borders), cut
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _kda(raw: Raw, layout: Layout, how: Activation, interpret: bool) -> tuple[Array, Array]:
-    return _run(raw, layout, how, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _kda(
+    raw: Raw, layout: Layout, how: Activation, interval: int | None, interpret: bool
+) -> tuple[Array, Array, Array | None]:
+    return _run(raw, layout, how, interval, interpret)[0]
 
 
-def _kda_fwd(raw, layout, how, interpret):
-    out, cut = _run(raw, layout, how, interpret)
+def _kda_fwd(raw, layout, how, interval, interpret):
+    out, cut = _run(raw, layout, how, interval, interpret)
+    if cut.transitions is not None:
+        # for a rematerialisation to keep: without them, the backward pass begins with the scans that found them
+        cut = checkpoint_name(cut, "kda")
     return out, (raw, layout, cut)
 
 
-def _kda_bwd(how, interpret, residuals, cotangents):
+def _kda_bwd(how, interval, interpret, residuals, cotangents):
     raw, layout, cut = residuals
-    d_o, d_final = cotangents
+    d_o, d_final, _ = cotangents  # `refuse_gradient` lets no cotangent of the states at borders through
     batch, length = raw.q.shape[:2]
     x = _inputs(raw, layout)
     d_o = _spread(d_o, layout)
@@ -281,7 +295,7 @@ def _parameter_gradients(d_raw: Array, x: _Inputs, layout: Layout, how: Activati
     return jnp.sum(d * ratio, axis=(0, 2)), jnp.sum(d, axis=0)
 
 
-@functools.partial(jax.jit, static_argnames=("how", "interpret"))
+@functools.partial(jax.jit, static_argnames=("how", "state_interval", "interpret"))
 def kda_pallas(
     q: Array,
     k: Array,
@@ -294,13 +308,15 @@ def kda_pallas(
     segment_ids: Array | None,
     cu_seqlens: Array | None,
     how: Activation,
+    state_interval: int | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array]:
-    """`kda` where `unsupported` is None. Returns (o [B, T, H, V], final state)."""
+) -> tuple[Array, Array, Array | None]:
+    """`kda` where `unsupported` is None. Returns (o [B, T, H, V], final state, states at borders)."""
     batch, length, heads, dim = q.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         initial_state = jnp.zeros((rows, heads, dim, dim), jnp.float32)
     layout = _layout(batch, length, segment_ids, cu_seqlens)
     raw = Raw(q, k, v, g, beta, A_log, dt_bias, initial_state.astype(jnp.float32))
-    return _kda(same_varying(raw), layout, how, interpret)
+    o, final, borders = _kda(same_varying(raw), layout, how, state_interval, interpret)
+    return o, final, None if borders is None else refuse_gradient(borders)

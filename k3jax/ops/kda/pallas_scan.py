@@ -33,6 +33,14 @@ class Scanned(NamedTuple):
     o: jax.Array | None  # [N, H, V] bfloat16
     states: jax.Array | None  # [H, N / 64, V, K] bfloat16: the state that each chunk starts from
     corrected: jax.Array | None  # [H, N, V] bfloat16, V'
+    borders: jax.Array | None  # [rows, borders of a row, H, V, K] float32: the states at borders inside rows
+
+
+class Borders(NamedTuple):
+    """Where a scan writes its states out, whatever runs the rows are cut in."""
+
+    row: int  # chunks of a row
+    interval: int  # chunks from one border to the next
 
 
 class Reversed(NamedTuple):
@@ -101,6 +109,16 @@ def _over_runs(
     )
 
 
+def _write_at_border(state: jax.Array, target: Any, chunk: Any, borders: Borders) -> None:
+    """The state after `chunk`, straight from the accumulators, if its row has a border there."""
+    row, interval = (jnp.int32(n) for n in borders)
+    passed = lax.rem(chunk, row) + 1
+
+    @pl.when(lax.rem(passed, interval) == 0)
+    def _():
+        target[lax.div(chunk, row), lax.div(passed, interval) - 1] = state
+
+
 def scan(
     prepared: Prepared,
     initial: jax.Array,
@@ -109,6 +127,7 @@ def scan(
     outputs: bool = True,
     residuals: bool = False,
     values: bool = True,
+    borders: Borders | None = None,
     interpret: bool = False,
 ) -> Scanned:
     """Forward over the chunks of each run.
@@ -119,6 +138,7 @@ def scan(
       outputs: compute o. residuals: keep what the backward pass needs.
       values: False leaves U out: with the identity as initial state the final one is the run's transition P,
         Sᵀ ← Sᵀ P + ….
+      borders: also return the state after each `interval` chunks of a row.
     """
     heads, n, dim = prepared.w.shape
     count_runs, groups, kit = runs.shape[0], dim // 64, Kit(interpret)
@@ -138,6 +158,9 @@ def scan(
         out_type["states"] = like((heads, n // CHUNK, dim, dim), _bf16)
         out_type["corrected"] = like((heads, n, dim), _bf16)
         scratch["v_out"], scratch["s_out"] = half, smem((groups, 64, dim), _bf16)
+    if borders:
+        rows = n // CHUNK // borders.row
+        out_type["borders"] = like((rows, borders.row // borders.interval, heads, dim, dim), _f32)
 
     def body(sources, decay_g, initial_g, runs_g, outs, s, full, free):
         h, run = lax.axis_index("h"), lax.axis_index("r")
@@ -189,6 +212,8 @@ def scan(
                 if residuals:
                     plgpu.copy_smem_to_gmem(s["v_out"].at[wg], outs["corrected"].at[h, tokens, mine])
                     plgpu.copy_smem_to_gmem(s["s_out"].at[wg], outs["states"].at[h, chunk, mine])
+                if borders:
+                    _write_at_border(new, outs["borders"].at[:, :, h, mine], chunk, borders)
                 return new
 
             state = kit.load(initial_g.at[run, h, mine], LAYOUT, optimized=False)
@@ -197,7 +222,7 @@ def scan(
 
     kernel = _over_runs(kit, body, (heads, count_runs), groups, len(names) + 1, out_type, scratch)
     (out,) = kernel({name: loaded[name] for name in names}, prepared.decay, initial, runs)
-    return Scanned(out["final"], out.get("o"), out.get("states"), out.get("corrected"))
+    return Scanned(out["final"], out.get("o"), out.get("states"), out.get("corrected"), out.get("borders"))
 
 
 def reverse_scan(

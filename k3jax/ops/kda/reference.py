@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .borders import scan_with_borders
 from .gates import Activation, activate
 from .segments import document_starts, token_sequence
 
@@ -35,8 +36,9 @@ def kda_reference(
     segment_ids: Array | None,
     cu_seqlens: Array | None,
     how: Activation,
-) -> tuple[Array, Array]:
-    """`kda` for every argument, one token after the other. Returns (o [B, T, H, V], final state)."""
+    state_interval: int | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """`kda` for every argument, one token after the other. Returns (o [B, T, H, V], final state, states at borders)."""
     batch, length, heads, _ = q.shape
     real = None if segment_ids is None else segment_ids != 0
     sequence_T = None
@@ -63,10 +65,17 @@ def kda_reference(
         o, state = recurrence_step(states_SHKV[s][None], *inputs_t)
         return states_SHKV.at[s].set(state[0]), o
 
+    borders = None
     by_token = [jnp.moveaxis(x, 1, 0) for x in inputs]
     if sequence_T is not None:
         state, o = jax.lax.scan(packed_step, state, (*by_token, jnp.minimum(sequence_T, state.shape[0] - 1)))
     else:
         starts = document_starts(jnp.ones((batch, length), jnp.int32) if segment_ids is None else segment_ids)
-        state, o = jax.lax.scan(rows_step, state, (*by_token, starts.T))
-    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state
+        tokens = (*by_token, starts.T)
+        if state_interval is None:
+            state, o = jax.lax.scan(rows_step, state, tokens)
+        else:
+            count = length // state_interval
+            state, o, borders = scan_with_borders(rows_step, state, tokens, state_interval, count)
+            borders = jnp.moveaxis(borders, 0, 1)
+    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state, borders
