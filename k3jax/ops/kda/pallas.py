@@ -71,8 +71,8 @@ def _marks(real_N: Array, starts_N: Array | None) -> Tokens:
     starts = jnp.zeros_like(real) if starts_N is None else starts_N.reshape(-1, CHUNK)
     index = jnp.cumsum(starts, axis=1)
     last = index[:, -1:]
-    rows = jnp.stack([index, real, index == 0, index == last]).astype(jnp.float32)
-    return Tokens(rows.reshape(4, -1), (last[:, 0] == 0).astype(jnp.float32))
+    rows = jnp.stack([index, real, index == 0, index == last, index]).astype(jnp.float32)
+    return Tokens(rows.reshape(len(rows), -1), (last[:, 0] == 0).astype(jnp.float32))
 
 
 def _layout(batch: int, length: int, segment_ids: Array | None, cu_seqlens: Array | None) -> Layout:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,12 +39,12 @@ from .pallas_prep import (
     COMPILER,
     LEVELS,
     LOG2_E,
-    Scratch,
+    MARKS,
     Tile,
     Tokens,
     block_of,
     first_level,
-    level_pairs,
+    is_odd,
     log2_gate,
     since_block,
     to_block_end,
@@ -77,8 +78,8 @@ def _gate_backward(raw: jax.Array, rate, bias, d_g: jax.Array, how: Activation) 
 class Team(Tile):
     """A chunk shared by warpgroups, 64 channels each. `exchange` [., groups, 64]: their parts of sums over channels."""
 
-    def __init__(self, kit: Kit, scratch: Scratch, wg, groups: int, meet, exchange):
-        super().__init__(kit, scratch)
+    def __init__(self, kit: Kit, marks, wg, groups: int, meet, exchange):
+        super().__init__(kit, marks)
         self.wg, self._groups, self._meet, self._exchange = wg, groups, meet, exchange
 
     def sync(self) -> None:
@@ -127,15 +128,15 @@ def gradients(
     marked = tokens is not None
     copies = 13 if marked else 12
 
-    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, zero_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, decay_g, *refs):
+    def body(q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, decay_g, *refs):
         if marked:
             rows_g, *refs = refs
-        dq_g, dk_g, dv_g, dg_g, db_g, tiles, inverses, ends, small, exchange, zero, full, ready, meet = refs
+        dq_g, dk_g, dv_g, dg_g, db_g, tiles, inverses, ends, small, exchange, full, meet = refs
         named = {**tiles, **small, "t": inverses[0], "ones": inverses[1], "d_states": ends[0]}
         named |= dict(zip(("writers", "da_l", "dn_l"), ends[1]))
         tile_i, h, wg = lax.axis_index("t"), lax.axis_index("h"), lax.axis_index("wg")
-        s = Scratch(named, 0, zero)
-        team = Team(kit, s, wg, groups, meet, exchange)
+        s = SimpleNamespace(**named)
+        team = Team(kit, small.get("marks"), wg, groups, meet, exchange)
         real, flagged, sync = team.real, team.flagged, team.sync
         mine, part = pl.ds(wg * STRIP, STRIP), pl.ds(wg * share, share)
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
@@ -161,9 +162,6 @@ def gradients(
                 sources.append((rows_g.at[:, tokens_i], s.marks))
             for i, (source, target) in enumerate(sources):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
-            plgpu.copy_gmem_to_smem(zero_g, zero, ready)
-
-        plgpu.barrier_wait(ready)
 
         def arrived(*which):
             for i in which:
@@ -226,7 +224,6 @@ def gradients(
         d_n = kit.mm((CHUNK, share), (s.x, kit.t(s.v.at[part]))) * kit.along_rows(beta * -1.0, r.shape)
         kit.store(s.dn.at[:, part], jnp.where(before, d_n, kit.along_rows(zero, r.shape)).astype(bf16))
 
-        s.move()
         # Through the states.
         up = jnp.exp2(sums(since_block(LEVELS)))
         rows_q = flagged(kit.mm(wide, (s.d_o, s.states.at[:, mine])), 2) * up
@@ -272,7 +269,6 @@ def gradients(
             cancel, and no error is left on the gates before it.
             """
             rows_q, d_k, value = so_far
-            s.move()
             put(s.d_o, keys() * down)
             put(s.v, queries() * up)
             put(s.x, keys() * up)
@@ -286,23 +282,26 @@ def gradients(
             sync()
             return rows_q, d_k, value
 
-        def level(shift, so_far):
-            s.move()
-            pairs(level_pairs(shift))
-            return gather(so_far, jnp.exp2(sums(since_block(shift))), jnp.exp2(sums(to_block_end(shift))))
-
-        so_far = rows_q, d_k, value
         first = first_level(how)
-        # A loop, so that the compiler keeps no address of one level in a register for the next.
-        so_far = lax.fori_loop(0, LEVELS - first, lambda i, so_far: level(LEVELS - 1 - i, so_far), so_far)
-        s.move()
-        if first:
-            pairs(lambda r, c: block_of(r, first) == block_of(c, first))
-            since = sums(since_block(first))
-            so_far = gather(so_far, jnp.exp2(since - ANCHOR), jnp.exp2(ANCHOR - since))
-        rows_q, d_k, value = so_far
+        blocks = 1 if first else 0  # the pairs within blocks of 16 come last
 
-        s.move()
+        def level(i, so_far):
+            within = blocks * (i == LEVELS - first).astype(jnp.int32)
+            shift, flag = lax.max(LEVELS - 1 - i, jnp.int32(first)), within.astype(f32)
+            anchor = flag * ANCHOR
+
+            def picked(r, c):
+                row, column = block_of(r, shift), block_of(c, shift)
+                return is_odd(row | within) & (column + (1 - within) == row)
+
+            pairs(picked)
+            since = sums(since_block(shift))
+            until = sums(to_block_end(shift)) * (1.0 - flag) + (anchor - since * flag)
+            return gather(so_far, jnp.exp2(since - anchor), jnp.exp2(until))
+
+        # A loop, not only for size: the compiler keeps no address of one level in a register for the next.
+        rows_q, d_k, value = lax.fori_loop(0, LEVELS - first + blocks, level, (rows_q, d_k, value))
+
         # The gates' sums: of float32 values as a high and a low half, for they cancel.
         high = value.astype(bf16)
         kit.store(s.d_o.at[:, mine], high)
@@ -313,7 +312,6 @@ def gradients(
         d_g = d_g + kit.along_columns(kit.load(s.through.at[mine], COLUMN, optimized=False), wide)
         put(s.g, real(_gate_backward(*gate_inputs(), d_g, how)))
 
-        s.move()
         # A token's pair with itself has no decay in it.
         itself = kit.along_rows(team.given(3), wide)
         rows_q, d_k = rows_q + keys() * itself, d_k + queries() * itself
@@ -336,10 +334,10 @@ def gradients(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(*shape, dtype=bf16, swizzle_columns=STRIP):
-        return smem((1, *shape), dtype, swizzle_columns)
+        return smem(shape, dtype, swizzle_columns)
 
     def vector(*shape):
-        return plgpu.SMEM((1, *shape), f32)
+        return plgpu.SMEM(shape, f32)
 
     wide_tile, states, scores = tile(CHUNK, dim), tile(dim, dim), tile(CHUNK, CHUNK)
     kernel = kit.kernel(
@@ -361,12 +359,10 @@ def gradients(
             {
                 "beta": vector(CHUNK),
                 **dict.fromkeys(("bias", "decay", "through"), vector(dim)),
-                **({"marks": vector(4, CHUNK)} if marked else {}),
+                **({"marks": vector(MARKS, CHUNK)} if marked else {}),
             },
             plgpu.SMEM((4, groups, CHUNK), f32),
-            plgpu.SMEM((4,), jnp.int32),
             plgpu.Barrier(num_barriers=copies),
-            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=COMPILER,
@@ -381,7 +377,6 @@ def gradients(
             beta,
             rate,
             bias,
-            jnp.zeros(4, jnp.int32),
             inverse,
             d_o,
             *scanned,

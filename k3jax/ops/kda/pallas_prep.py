@@ -50,15 +50,15 @@ ANCHOR = -58  # log2
 # that it alone reads, `Kit.all_warps` stands between a product and the first write to its operands, and a commit
 # wherever one warp reads what another wrote.
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-# `prepare` runs PROGRAMS programs of as many warpgroups as registers and shared memory hold. Each warpgroup takes tile
-# after tile and handles STRIP channels at a time.
-PROGRAMS, WARPGROUPS, STRIP = 132, 3, 32
+STRIP = 64  # channels that a warpgroup handles at a time
+MARKS = 5  # rows of `Tokens.rows`
 
 
 class Tokens(NamedTuple):
     """Which tokens of each chunk are real, belong together, read the incoming state and write to the outgoing one.
 
-    Rows of `rows` [4, N] float32: document within the chunk, real, reads, writes. `keeps` [N / 64] float32: 1 where the
+    Rows of `rows` [5, N] float32: document within the chunk, real, reads, writes, document again (of two loads of a row
+    the compiler makes one, and seeks a layout to serve rows and columns in vain). `keeps` [N / 64] float32: 1 where the
     state passes through the chunk, 0 where a document ends in it.
     """
 
@@ -125,39 +125,11 @@ def level_pairs(shift):
     return lambda r, c: is_odd(block_of(r, shift)) & (block_of(c, shift) + 1 == block_of(r, shift))
 
 
-class Scratch:
-    """A kernel's shared memory by name, tiles [..., rows, columns] seen at `index` of the first axis.
-
-    Each stage sees it at addresses of its own. Otherwise the compiler computes every address and mask of the kernel
-    once, keeps them all in registers, and spills the tiles. `zero` [4] int32 in shared memory holds a 0 that it cannot
-    know. (Global memory would do, but for a load that waits behind the copies.)
-    """
-
-    def __init__(self, named: dict[str, Any], index, zero):
-        self._named, self._index, self._zero = named, index, zero
-        self._look(jnp.int32(0))
-
-    def move(self) -> None:
-        """To be called where a stage begins, and after a loop whose body called it; `zero` must be there."""
-        self._look(self._zero[0])
-
-    def _look(self, nought: jax.Array) -> None:
-        self.nought = nought
-        self.__dict__.update({name: ref.at[self._index + self.nought] for name, ref in self._named.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
 class Tile:
-    """What the kernels ask of the tokens of one chunk. `scratch` may have `marks`, which is `Tokens.rows`."""
+    """What the kernels ask of the tokens of one chunk. `marks` is `Tokens.rows` in shared memory, or None."""
 
-    def __init__(self, kit: Kit, scratch: Scratch):
-        self._kit, self._scratch = kit, scratch
-
-    @property
-    def _marks(self) -> Any:
-        return getattr(self._scratch, "marks", None)
+    def __init__(self, kit: Kit, marks):
+        self._kit, self._marks = kit, marks
 
     def row_vector(self, ref) -> jax.Array:
         """[64], one value a row."""
@@ -173,11 +145,9 @@ class Tile:
             return x
         return jnp.where(self._kit.along_rows(self.row_vector(self._marks.at[1]), x.shape) > 0.5, x, 0.0)
 
-    def rows(self, columns: int = CHUNK) -> jax.Array:
-        return self._kit.iota((CHUNK, columns), 0) + self._scratch.nought
-
     def indices(self, columns: int = CHUNK, offset: Any = 0) -> tuple[jax.Array, jax.Array]:
-        return self.rows(columns), self._kit.iota((CHUNK, columns), 1) + offset
+        shape = (CHUNK, columns)
+        return self._kit.iota(shape, 0), self._kit.iota(shape, 1) + offset
 
     def allowed(self, mask: jax.Array, offset: Any = 0) -> jax.Array:
         """`mask` [64, columns from `offset`] without pairs of tokens of two documents."""
@@ -185,8 +155,7 @@ class Tile:
             return mask
         own = self.row_vector(self._marks.at[0])
         columns = pl.ds(offset, mask.shape[1])
-        # Row 0, not said so: of two loads of one row the compiler makes one, and seeks a layout to serve both in vain.
-        other = self._kit.load(self._marks.at[self._scratch.nought, columns], COLUMN, optimized=False)
+        other = self._kit.load(self._marks.at[4, columns], COLUMN, optimized=False)
         return mask & (self._kit.along_rows(own, mask.shape) == self._kit.along_columns(other, mask.shape))
 
     def ones_where(self, mask, dtype: Any = jnp.float16, within_documents: bool = False) -> jax.Array:
@@ -246,42 +215,17 @@ def prepare(
     marked = tokens is not None
     bounded = how.gate == "lower_bound"
     first = first_level(how)
-    count = n // CHUNK * heads
-    programs = min(PROGRAMS, -(-count // WARPGROUPS))
-    names = ("g", "q", "k", "v", "beta", "bias", *["marks"] * marked)
 
-    def body(q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, zero_g, *refs):
+    def body(q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, *refs):
         if marked:
             rows_g, keeps_g, *refs = refs
-        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, tiles, (g_raw, g16, works), squares, small, zero, full, ready = refs
-        wg = lax.axis_index("wg")
-        named = dict(tiles) | {"g_raw": g_raw, "g16": g16, "ones": squares[0], "result": squares[1], **small}
-        named |= dict(zip(("t", "y"), works))
-        s = Scratch(named, wg, zero)
-        tile = Tile(kit, s)
-
-        def arrival(name):
-            return full.at[wg * len(names) + names.index(name)]
-
-        def load(index, *which):
-            tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-            tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
-            copies = {
-                "g": (g_g.at[tokens_i, h], s.g_raw),
-                "q": (q_g.at[tokens_i, h], s.q),
-                "k": (k_g.at[tokens_i, h], s.k),
-                "v": (v_g.at[tokens_i, h], s.x),
-                "beta": (b_g.at[h, tokens_i], s.beta),
-                "bias": (bias_g.at[h], s.bias),
-            }
-            if marked:
-                copies["marks"] = rows_g.at[:, tokens_i], s.marks
-            for name in which:
-                plgpu.copy_gmem_to_smem(*copies[name], arrival(name))
-
-        def arrived(*which):
-            for name in which:
-                plgpu.barrier_wait(arrival(name))
+        w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, tiles, gates, last, small, full = refs
+        qs, ks, xs, vs, a_s = (tiles[name] for name in "qkxva")
+        g_raw, g16, (work, work2) = gates
+        ones, t_s = last
+        tile_i, h = lax.axis_index("t"), lax.axis_index("h")
+        tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
+        tile = Tile(kit, small.get("marks"))
 
         def get(ref, at):
             return kit.load(ref.at[:, at]).astype(f32)
@@ -293,8 +237,32 @@ def prepare(
             """In bfloat16: half the instructions."""
             kit.store(ref.at[:, at], kit.load(ref.at[:, at]) * factor.astype(bf16))
 
+        sources = [(g_g.at[tokens_i, h], g_raw), (q_g.at[tokens_i, h], qs), (k_g.at[tokens_i, h], ks)]
+        sources += [(v_g.at[tokens_i, h], vs), (b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
+        if marked:
+            sources.append((rows_g.at[:, tokens_i], small["marks"]))
+        for i, (source, target) in enumerate(sources):
+            plgpu.copy_gmem_to_smem(source, target, full.at[i])
+
+        # Gates.
+        for i in (0, *range(4, len(sources))):
+            plgpu.barrier_wait(full.at[i])
+        rate_h = None if how.gate == "none" else rate_g[h]
+        for at in strips:
+            bias_v = None if how.gate == "none" else kit.load(small["bias"].at[at], COLUMN, optimized=False)
+            put(g16, at, tile.real(log2_gate(tile.real(get(g_raw, at)), rate_h, bias_v, how)))
+        kit.store(ones, kit.full(square, 1.0, f16))
+        plgpu.commit_smem()
+
         def sums(mask, at):
-            return kit.mm(strip, (mask, s.g16.at[:, at]))
+            return kit.mm(strip, (tile.ones_where(mask), g16.at[:, at]))
+
+        # Queries and keys, anchored as the first level's scores want them; the latter times −β.
+        beta = tile.row_vector(small["beta"])
+        minus_beta = kit.along_rows(beta * -1.0, strip)
+        # A zero that the compiler does not know: it would move selects between a value and 0 past the conversion to 16
+        # bits, where they cost three times as much.
+        zero = kit.along_rows(beta * 0.0, square)
 
         def norm(ref) -> Any:
             """One over each row's: the tensor cores square and add."""
@@ -304,160 +272,103 @@ def prepare(
             squares = jnp.sum(jnp.where(r == c, kit.mm(square, (ref, kit.t(ref))), 0.0), axis=1)
             return kit.along_rows(lax.rsqrt(squares + L2_EPS), strip)
 
-        def one_tile(index, following):
-            """`following` is the next tile of this warpgroup; its loads go out as tiles of memory fall free."""
-            tile_i, h = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-            tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
+        plgpu.barrier_wait(full.at[1])
+        plgpu.barrier_wait(full.at[2])
+        norm_q, norm_k = norm(qs) * how.scale, norm(ks)
+        kit.all_warps()
+        itself = []
+        for at in strips:
+            since = sums(since_block(first), at)
+            up = jnp.exp2(since)
+            x, y = tile.real(get(qs, at) * norm_q), tile.real(get(ks, at) * norm_k)
+            if not bounded:
+                itself.append(jnp.sum(x * y, axis=1))  # a token's pair with itself, which no level has
+            put(qs, at, x * up)
+            put(ks, at, y * up * minus_beta)
+            put(xs, at, y * jnp.exp2(ANCHOR - since) if bounded else y)
+        plgpu.commit_smem()
 
-            def load_ahead(*which):
-                pl.when(following < count)(lambda: load(following, *which))
-
-            # Gates.
-            s.move()
-            rate_h = None if how.gate == "none" else rate_g[h]
-            arrived(*names[4:], "g")
-            for at in strips:
-                bias_v = None if how.gate == "none" else kit.load(s.bias.at[at], COLUMN, optimized=False)
-                put(s.g16, at, tile.real(log2_gate(tile.real(get(s.g_raw, at)), rate_h, bias_v, how)))
-            kit.store(s.ones, kit.full(square, 1.0, f16))
-            plgpu.commit_smem()
-
-            s.move()
-            # Queries and keys, anchored as the first level's scores want them; the latter times −β.
-            beta = tile.row_vector(s.beta)
-            minus_beta = kit.along_rows(beta * -1.0, strip)
-            # A zero that the compiler does not know: it would move selects between a value and 0 past the conversion to
-            # 16 bits, where they cost three times as much.
-            zero = kit.along_rows(beta * 0.0, square)
-            arrived("q", "k")
-            norm_q, norm_k = norm(s.q) * how.scale, norm(s.k)
+        # Scores, level by level: A and −M.
+        def scores():
+            sq, sk = kit.mm(square, (qs, kit.t(xs))), kit.mm(square, (ks, kit.t(xs)))
             kit.all_warps()
-            itself = []
-            since_first = tile.ones_where(since_block(first))
-            for at in strips:
-                since = sums(since_first, at)
-                up = jnp.exp2(since)
-                x, y = tile.real(get(s.q, at) * norm_q), tile.real(get(s.k, at) * norm_k)
-                if not bounded:
-                    itself.append(jnp.sum(x * y, axis=1))  # a token's pair with itself, which no level has
-                put(s.q, at, x * up)
-                put(s.k, at, y * up * minus_beta)
-                put(s.x, at, y * jnp.exp2(ANCHOR - since) if bounded else y)
-            plgpu.commit_smem()
+            return sq, sk
 
-            s.move()
-
-            # Scores, level by level: A and −M.
-            def scores(a, m, rows, columns):
-                """With those of the pairs that the masks pick put in."""
-                a = jnp.where(rows, kit.mm(square, (s.q, kit.t(s.x))), a)
-                m = jnp.where(columns, kit.mm(square, (s.k, kit.t(s.x))), m)
-                kit.all_warps()
-                return a, m
-
+        if bounded:
+            sq, sk = scores()
             r, c = tile.indices()
-            if bounded:
-                same = tile.allowed(block_of(r, TILE) == block_of(c, TILE))
-                a, m = scores(zero, zero, same & (r >= c), same & (r > c))
-                a, m = a * 2.0**-ANCHOR, m * 2.0**-ANCHOR
-                s.move()
-                block = tile.ones_where(lambda r, c: block_of(r, TILE) == block_of(c, TILE))
-                for at in strips:
-                    times(s.x, at, jnp.exp2(sums(block, at) - ANCHOR))
-                plgpu.commit_smem()
-            else:
-                a, m = jnp.where(r == c, kit.along_rows(functools.reduce(jnp.add, itself), square), zero), zero
+            same = tile.allowed(block_of(r, TILE) == block_of(c, TILE))
+            a, m = jnp.where(same & (r >= c), sq, 0.0) * 2.0**-ANCHOR, jnp.where(same & (r > c), sk, 0.0) * 2.0**-ANCHOR
+            for at in strips:
+                total = sums(lambda r, c: block_of(r, TILE) == block_of(c, TILE), at)
+                times(xs, at, jnp.exp2(total - ANCHOR))
+            plgpu.commit_smem()
+        else:
+            r, c = tile.indices()
+            a = jnp.where(r == c, kit.along_rows(functools.reduce(jnp.add, itself), square), 0.0)
+            m = jnp.zeros_like(a)
 
-            def level(shift, so_far):
-                s.move()
-                pairs = tile.allowed(level_pairs(shift)(*tile.indices()))
-                so_far = scores(*so_far, pairs, pairs)
-                s.move()
-                # Decays are at most 1. (A select would be moved past the conversion, as above.)
-                odd = (block_of(tile.rows(STRIP), shift) & 1).astype(f32)
-                odd, even = odd.astype(bf16), (1.0 - odd).astype(bf16)
-                other = tile.ones_where(other_block(shift))
-                for at in strips:
-                    factor = jnp.exp2(sums(other, at)).astype(bf16)
-                    rows = jnp.maximum(factor, even)
-                    times(s.q, at, rows)
-                    times(s.k, at, rows)
-                    times(s.x, at, jnp.maximum(factor, odd))
-                plgpu.commit_smem()
-                return so_far
+        def level(shift, scores_so_far):
+            a, m = scores_so_far
+            sq, sk = scores()
+            pairs = tile.allowed(level_pairs(shift)(*tile.indices()))
+            a, m = jnp.where(pairs, sq, a), jnp.where(pairs, sk, m)
+            # Decays are at most 1. (A select would be moved past the conversion, as above.)
+            odd = (block_of(kit.iota(strip, 0), shift) & 1).astype(f32)
+            odd, even = odd.astype(bf16), (1.0 - odd).astype(bf16)
+            for at in strips:
+                factor = jnp.exp2(sums(other_block(shift), at)).astype(bf16)
+                rows = jnp.maximum(factor, even)
+                times(qs, at, rows)
+                times(ks, at, rows)
+                times(xs, at, jnp.maximum(factor, odd))
+            plgpu.commit_smem()
+            return a, m
 
-            if bounded:
-                for shift in range(first, LEVELS):
-                    a, m = level(shift, (a, m))
-            else:
-                a, m = lax.fori_loop(first, LEVELS, level, (a, m))
-            if marked:
-                for at in strips:
-                    for ref, flag in ((s.q, 2), (s.k, 2), (s.x, 3)):
-                        put(ref, at, tile.flagged(get(ref, at), flag))
+        if bounded:
+            for shift in range(first, LEVELS):
+                a, m = level(shift, (a, m))
+        else:
+            a, m = lax.fori_loop(first, LEVELS, level, (a, m))
+        kit.store(a_s, a.astype(bf16))
+        if marked:
+            for at in strips:
+                for ref, flag in ((qs, 2), (ks, 2), (xs, 3)):
+                    put(ref, at, tile.flagged(get(ref, at), flag))
 
-            s.move()
-            # Decay over the chunk: with channels as rows it is one value a row.
-            for i in range(0, dim, 64):
-                channels = pl.ds(i, 64)
-                total = kit.mm((64, 8), (kit.t(s.g16.at[:, channels]), kit.t(s.ones.at[pl.ds(0, 8)])))
-                decay = jnp.exp2(jnp.max(total, axis=1))
-                decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
+        # Decay over the chunk: with channels as rows it is one value a row.
+        for i in range(0, dim, 64):
+            channels = pl.ds(i, 64)
+            total = kit.mm((64, 8), (kit.t(g16.at[:, channels]), kit.t(ones.at[pl.ds(0, 8)])))
+            decay = jnp.exp2(jnp.max(total, axis=1))
+            decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(qs, qo_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(xs, ko_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(a_s, a_g.at[h, tokens_i])
+
+        # T, and with it W and U.
+        t = inverse(kit, m, zero, work, work2).astype(bf16)
+        kit.store(t_s, t)
+        plgpu.barrier_wait(full.at[3])
+        for at in strips:
+            put(vs, at, tile.real(get(vs, at)) * kit.along_rows(beta, strip))
+        plgpu.commit_smem()
+        for at in strips:
+            w, u = kit.mm(strip, (t, ks.at[:, at])), kit.mm(strip, (t, vs.at[:, at]))
             kit.all_warps()
-            kit.store(s.result, a.astype(bf16))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.q, qo_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.x, ko_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.result, a_g.at[h, tokens_i])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load(index, "v")
-            load_ahead("q")
-
-            s.move()
-            # T, and with it W and U.
-            t = inverse(kit, m, zero, s.t, s.y).astype(bf16)
-            kit.store(s.result, t)
-            plgpu.commit_smem()
-            load_ahead("g")
-            s.move()
-            arrived("v")
-            for at in strips:
-                put(s.x, at, tile.real(get(s.x, at)) * kit.along_rows(beta, strip))
-            plgpu.commit_smem()
-            for at in strips:
-                w, u = kit.mm(strip, (t, s.k.at[:, at])), kit.mm(strip, (t, s.x.at[:, at]))
-                kit.all_warps()
-                put(s.k, at, w)
-                put(s.x, at, u)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.result, t_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.k, w_g.at[h, tokens_i])
-            plgpu.copy_smem_to_gmem(s.x, u_g.at[h, tokens_i])
-            load_ahead(*names[4:])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load_ahead("k")
-
-        begin, stride = wg * programs + lax.axis_index("p"), programs * WARPGROUPS
-        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(zero_g, zero, ready))
-        pl.when(begin < count)(lambda: load(begin, *names[:3], *names[4:]))
-        plgpu.barrier_wait(ready)
-
-        @pl.loop(0, lax.div(lax.max(count - begin + stride - 1, jnp.int32(0)), jnp.int32(stride)))
-        def _(i):
-            index = begin + i * stride
-            one_tile(index, index + stride)
+            put(ks, at, w)
+            put(vs, at, u)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(t_s, t_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(ks, w_g.at[h, tokens_i])
+        plgpu.copy_smem_to_gmem(vs, u_g.at[h, tokens_i])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tokens_like(columns):
         return jax.ShapeDtypeStruct((heads, n, columns), bf16)
 
-    def each(*shape, dtype=bf16, swizzle_columns=None):
-        """One for every warpgroup."""
-        return smem((WARPGROUPS, *shape), dtype, swizzle_columns)
-
-    def vector(*shape):
-        return plgpu.SMEM((WARPGROUPS, *shape), f32)
-
-    wide = (CHUNK, dim)
+    wide = smem((CHUNK, dim), bf16)
     kernel = kit.kernel(
         body,
         out_type=[
@@ -466,24 +377,22 @@ def prepare(
             jax.ShapeDtypeStruct((heads, n // CHUNK, dim), f32),
             tokens_like(CHUNK),
         ],
-        grid=(programs,),
-        grid_names=("p",),
-        num_threads=WARPGROUPS,
+        grid=(n // CHUNK, heads),
+        grid_names=("t", "h"),
+        num_threads=1,
         thread_name="wg",
         scratch_types=[
-            {name: each(*wide, swizzle_columns=STRIP) for name in "qkx"},
-            kit.union(
-                each(*wide, swizzle_columns=STRIP),
-                each(*wide, dtype=f16, swizzle_columns=STRIP),
-                [each(*square, dtype=f16)] * 2,
-            ),
-            kit.union(each(*square, dtype=f16, swizzle_columns=STRIP), each(*square)),
-            {"beta": vector(CHUNK), "bias": vector(dim), **({"marks": vector(4, CHUNK)} if marked else {})},
-            plgpu.SMEM((4,), jnp.int32),
-            plgpu.Barrier(num_barriers=WARPGROUPS * len(names)),
-            plgpu.Barrier(),
+            {**dict.fromkeys("qkxv", wide), "a": smem(square, bf16)},
+            kit.union(wide, smem((CHUNK, dim), f16), [smem(square, f16)] * 2),
+            kit.union(smem(square, f16), smem(square, bf16)),
+            {
+                "beta": plgpu.SMEM((CHUNK,), f32),
+                "bias": plgpu.SMEM((dim,), f32),
+                **({"marks": plgpu.SMEM((MARKS, CHUNK), f32)} if marked else {}),
+            },
+            plgpu.Barrier(num_barriers=7 if marked else 6),
         ],
         compiler_params=COMPILER,
     )
     marks = (tokens.rows, tokens.keeps) if tokens is not None else ()
-    return Prepared(*kernel(q, k, v, g, beta, rate, bias, jnp.zeros(4, jnp.int32), *marks))
+    return Prepared(*kernel(q, k, v, g, beta, rate, bias, *marks))
