@@ -27,7 +27,8 @@ from .borders import refuse_gradient
 from .chunkwise import Raw, same_varying
 from .gates import Activation
 from .pallas_grad import gradients
-from .pallas_prep import CHUNK, Prepared, Tokens, prepare
+from .pallas_prep import CHUNK, Prepared, Tokens
+from .pallas_prep import prepare as prepare_kernel
 from .pallas_scan import Borders, reverse_scan, scan
 from .segments import align_to_chunks, document_starts
 
@@ -36,6 +37,10 @@ PROGRAMS = 132
 MIN_SEGMENTS = 8
 MIN_SEGMENT_CHUNKS = 16
 
+
+# Lowering a kernel takes seconds of Python. Before jax 0.12 Mosaic also numbers what it lowers and finds a compiled
+# kernel by a hash with the number in it: every copy is compiled again, in series. Under `jit` there is one copy.
+prepare = jax.jit(prepare_kernel, static_argnames=("how", "interpret"))
 
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -230,6 +235,7 @@ def _kda_fwd(raw, layout, how, interval, interpret):
     return out, (raw, layout, cut)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # see `prepare`: every stack of layers has a backward pass
 def _kda_bwd(how, interval, interpret, residuals, cotangents):
     raw, layout, cut = residuals
     d_o, d_final, _ = cotangents  # `refuse_gradient` lets no cotangent of the states at borders through
