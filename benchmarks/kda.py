@@ -110,7 +110,9 @@ def errors(got: dict[str, Any], gate: str) -> dict[str, float]:
     return out
 
 
-def our_functions(x: dict[str, jax.Array], shape: Shape, implementation: Any) -> dict[str, tuple[Callable, tuple]]:
+def our_function(
+    what: str, x: dict[str, jax.Array], shape: Shape, implementation: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What is timed, jitted, with its arguments."""
     cu = None if shape.cu_seqlens is None else jnp.asarray(shape.cu_seqlens)
 
@@ -122,12 +124,12 @@ def our_functions(x: dict[str, jax.Array], shape: Shape, implementation: Any) ->
         return o, vjp(d_o)
 
     args = tuple(x[n] for n in GRADIENTS)
+    if what == "forward":
+        return jax.jit(run), args
+    if what == "both":
+        return jax.jit(both), (x["d_o"], *args)
     saved = jax.jit(lambda *args: jax.vjp(run, *args)[1])(*args)
-    return {
-        "forward": (jax.jit(run), args),
-        "backward": (jax.jit(lambda vjp, d_o: vjp(d_o)), (saved, x["d_o"])),
-        "both": (jax.jit(both), (x["d_o"], *args)),
-    }
+    return jax.jit(lambda vjp, d_o: vjp(d_o)), (saved, x["d_o"])
 
 
 def floor_ms(what: str, shape: Shape) -> float:
@@ -179,8 +181,9 @@ def time_peer(table: Table, name: str, gate: str, x: dict[str, jax.Array], whats
 
 def time_ours(table: Table, name: str, gate: str, x: dict[str, jax.Array], whats: list[str], who: Any) -> None:
     shape = SHAPES[name]
-    for what, (fn, args) in our_functions(x, shape, who).items():
+    for what in ("forward", "backward", "both"):
         if what in whats:
+            fn, args = our_function(what, x, shape, who)
             table.add(name, gate, what, who, measure(fn, *args), floor_ms(what, shape))
 
 

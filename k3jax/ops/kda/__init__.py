@@ -24,15 +24,13 @@ Implementation = Literal["reference", "xla", "pallas", "pallas_interpret"]
 
 
 def resolve_implementation(implementation: Implementation | None, why_not_pallas: str | None) -> Implementation:
-    """The implementation that runs when `implementation` is asked for; None is "xla".
-
-    The Hopper kernels have to be asked for until, as they now stand, they have passed their tests on a GPU.
+    """The implementation that runs when `implementation` is asked for; None is "pallas" where it can run, else "xla".
 
     Raises:
       ValueError: the name is unknown, or the kernels were named and cannot run because of `why_not_pallas`.
     """
     if implementation is None:
-        return "xla"
+        return "xla" if why_not_pallas else "pallas"
     if implementation not in get_args(Implementation):
         raise ValueError(f"kda: unknown implementation {implementation!r}; there are {get_args(Implementation)}")
     if implementation.startswith("pallas") and why_not_pallas:

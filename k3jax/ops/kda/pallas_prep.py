@@ -233,10 +233,6 @@ def prepare(
         def put(ref, at, value):
             kit.store(ref.at[:, at], value.astype(ref.dtype))
 
-        def times(ref, at, factor):
-            """In bfloat16: half the instructions."""
-            kit.store(ref.at[:, at], kit.load(ref.at[:, at]) * factor.astype(bf16))
-
         sources = [(g_g.at[tokens_i, h], g_raw), (q_g.at[tokens_i, h], qs), (k_g.at[tokens_i, h], ks)]
         sources += [(v_g.at[tokens_i, h], vs), (b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
         if marked:
@@ -253,6 +249,10 @@ def prepare(
             put(g16, at, tile.real(log2_gate(tile.real(get(g_raw, at)), rate_h, bias_v, how)))
         kit.store(ones, kit.full(square, 1.0, f16))
         plgpu.commit_smem()
+
+        def times(ref, at, factor):
+            """In bfloat16: half the instructions, and one rounding more."""
+            kit.store(ref.at[:, at], kit.load(ref.at[:, at]) * factor.astype(bf16))
 
         def sums(mask, at):
             return kit.mm(strip, (tile.ones_where(mask), g16.at[:, at]))
@@ -313,14 +313,12 @@ def prepare(
             sq, sk = scores()
             pairs = tile.allowed(level_pairs(shift)(*tile.indices()))
             a, m = jnp.where(pairs, sq, a), jnp.where(pairs, sk, m)
-            # Decays are at most 1. (A select would be moved past the conversion, as above.)
-            odd = (block_of(kit.iota(strip, 0), shift) & 1).astype(f32)
-            odd, even = odd.astype(bf16), (1.0 - odd).astype(bf16)
+            odd = (block_of(kit.iota(strip, 0), shift) & 1).astype(f32)  # decays are at most 1: a maximum selects
             for at in strips:
-                factor = jnp.exp2(sums(other_block(shift), at)).astype(bf16)
-                rows = jnp.maximum(factor, even)
-                times(qs, at, rows)
-                times(ks, at, rows)
+                factor = jnp.exp2(sums(other_block(shift), at))
+                rows = jnp.maximum(factor, 1.0 - odd)
+                put(qs, at, get(qs, at) * rows)
+                put(ks, at, get(ks, at) * rows)
                 times(xs, at, jnp.maximum(factor, odd))
             plgpu.commit_smem()
             return a, m
