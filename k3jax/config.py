@@ -54,8 +54,8 @@ class KDAConfig:
     """False gives Kimi-Linear's low-rank output gate (rank `head_dim`)."""
     chunk_size: int = 64
     implementation: Literal["reference", "xla", "pallas"] | None = None
-    """Of the recurrence; None is "xla", and "pallas" (Hopper GPUs) has to be asked for. Naming one of the first two
-    also keeps decoding, the short convolution and the gated norm in plain JAX; they pick for themselves otherwise."""
+    """Of the recurrence; None is "pallas" where it can run (Hopper GPUs), else "xla". Naming one of the first two also
+    keeps decoding, the short convolution and the gated norm in plain JAX; they pick for themselves otherwise."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "num_heads", "head_dim")

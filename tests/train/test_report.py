@@ -37,7 +37,6 @@ def test_kernels_are_named_where_they_run(monkeypatch):
     monkeypatch.setattr(peak, "refusal", lambda *_: None)
     config = RunConfig(proxy(), DataConfig(sequence_length=4096, batch_size=4))
     assert implementations(config) == dict.fromkeys(OPS, "pallas") | {
-        "kda": "xla (chunks of 64)",
         "attention": "cudnn",
         "largest logit": "mosaic",
         "attention residuals": "xla forward, pallas backward",
