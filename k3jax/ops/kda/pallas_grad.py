@@ -129,6 +129,7 @@ def gradients(
     copies = 13 if marked else 12
 
     def body(q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, decay_g, *refs):
+        rows_g: Any = None
         if marked:
             rows_g, *refs = refs
         dq_g, dk_g, dv_g, dg_g, db_g, tiles, inverses, ends, small, exchange, full, meet = refs

@@ -217,6 +217,8 @@ def prepare(
     first = first_level(how)
 
     def body(q_g, k_g, v_g, g_g, b_g, rate_g, bias_g, *refs):
+        rows_g: Any = None
+        keeps_g: Any = None
         if marked:
             rows_g, keeps_g, *refs = refs
         w_g, qo_g, ko_g, u_g, a_g, decay_g, t_g, tiles, gates, last, small, full = refs
