@@ -98,7 +98,7 @@ def kda(
       chunk_size: tokens per chunk of the chunkwise form, a multiple of 16. Changes speed, not results.
       implementation: "reference" (token by token), "xla" (chunkwise), "pallas" (kernels for Hopper GPUs: bfloat16 q, k
         and v, K = V = 64 or 128, beta as a logit; their chunks are of 64 tokens), "pallas_interpret" (the same kernels
-        run by Pallas's interpreter, on any device, for tests). None is "xla".
+        run by Pallas's interpreter, on any device, for tests). None is "pallas" where it can run, else "xla".
 
     Returns:
       o [B, T, H, V] in the dtype of v, alone or as the first of a tuple with what was asked for, in at least float32:

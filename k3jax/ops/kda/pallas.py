@@ -252,21 +252,8 @@ def _kda_bwd(how, interval, interpret, residuals, cotangents):
         local = reverse_scan(prepared, d_o, jnp.zeros(shape), cut.runs_R2, residuals=False, interpret=interpret)
         d_final = _chain(d_final, cut.transitions, local.initial, reverse=True)
     backward = reverse_scan(prepared, d_o, d_final, cut.runs_R2, interpret=interpret)
-    args = (
-        x.q,
-        x.k,
-        x.g,
-        x.beta,
-        x.rate,
-        x.bias,
-        prepared.decay,
-        prepared.inverse,
-        d_o,
-        forward,
-        backward,
-        layout.tokens,
-        how,
-    )
+    inputs = x.q, x.k, x.g, x.beta, x.rate, x.bias
+    args = (*inputs, prepared.decay, prepared.inverse, d_o, forward, backward, layout.tokens, how)
     grads = gradients(*args, interpret=interpret)
     d_A_log, d_bias = _parameter_gradients(grads.g, x, layout, how)
     d_initial = backward.initial.reshape(raw.initial_state.shape[0], -1, *backward.initial.shape[1:])[:, 0]

@@ -11,8 +11,8 @@ of `pallas_prep` (N_ij = ⟨k_i e^{G_i−G_j}, k_j⟩, so M = β N):
 
 (I + M) V' = β (V − e^G K S) makes dT, dW and dU of the textbook form collapse into X. The sums over pairs are taken
 level by level of `pallas_prep`, each anchored at its own borders, so that again no exponent is positive but within
-blocks of 16 under the bounded gate. The gradient of a token's gate sums pairs that straddle it; sums stop at the ends
-of the level's blocks and of documents, so that others get exact zeros.
+blocks of 16 under the bounded gate. The gradient of a token's gate sums the pairs that straddle it: any other pair of
+the chunk enters twice, at its row and its column, and cancels (see `gather`). Sums stop at the ends of documents.
 
 Then the backward of the gate, of the L2 norms and of the sigmoid, while the tile is still on chip.
 """
@@ -123,10 +123,8 @@ def gradients(
     kit = Kit(interpret)
     square, wide = (CHUNK, CHUNK), (CHUNK, STRIP)
     share = CHUNK // groups  # columns of the score matrices that a warpgroup computes
-    half = min(CHUNK, STRIP)
     bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
     marked = tokens is not None
-    copies = 13 if marked else 12
 
     def body(q_g, k_g, g_g, b_g, rate_g, bias_g, t_g, do_g, vc_g, dvc_g, st_g, ds_g, decay_g, *refs):
         rows_g: Any = None
@@ -143,30 +141,31 @@ def gradients(
         tokens_i = pl.ds(tile_i * CHUNK, CHUNK)
         rate_h = None if how.gate == "none" else rate_g[h]  # before the copies: behind them it would wait for all
 
+        copies = {
+            "g": (g_g.at[tokens_i, h], s.g),
+            "beta": (b_g.at[h, tokens_i], s.beta),
+            "bias": (bias_g.at[h], s.bias),
+            "q": (q_g.at[tokens_i, h], s.q),
+            "k": (k_g.at[tokens_i, h], s.k),
+            "t": (t_g.at[h, tokens_i], s.t),
+            "x": (dvc_g.at[h, tokens_i], s.x),
+            "v": (vc_g.at[h, tokens_i], s.v),
+            "d_o": (do_g.at[tokens_i, h], s.d_o),
+            "states": (st_g.at[h, tile_i], s.states),
+            "d_states": (ds_g.at[h, tile_i], s.d_states),
+            "decay": (decay_g.at[h, tile_i], s.decay),
+        }
+        if marked:
+            copies["marks"] = rows_g.at[:, tokens_i], s.marks
+
         @functools.partial(team.only, 0)
         def _():
-            sources = [
-                (g_g.at[tokens_i, h], s.g),
-                (b_g.at[h, tokens_i], s.beta),
-                (bias_g.at[h], s.bias),
-                (decay_g.at[h, tile_i], s.decay),
-                (q_g.at[tokens_i, h], s.q),
-                (k_g.at[tokens_i, h], s.k),
-                (t_g.at[h, tokens_i], s.t),
-                (dvc_g.at[h, tokens_i], s.x),
-                (vc_g.at[h, tokens_i], s.v),
-                (do_g.at[tokens_i, h], s.d_o),
-                (st_g.at[h, tile_i], s.states),
-                (ds_g.at[h, tile_i], s.d_states),
-            ]
-            if marked:
-                sources.append((rows_g.at[:, tokens_i], s.marks))
-            for i, (source, target) in enumerate(sources):
+            for i, (source, target) in enumerate(copies.values()):
                 plgpu.copy_gmem_to_smem(source, target, full.at[i])
 
-        def arrived(*which):
-            for i in which:
-                plgpu.barrier_wait(full.at[i])
+        def arrived(*names):
+            for name in names:
+                plgpu.barrier_wait(full.at[list(copies).index(name)])
 
         def get(ref):
             return kit.load(ref.at[:, mine]).astype(f32)
@@ -183,9 +182,9 @@ def gradients(
             return real(get(s.g)), rate_h, kit.load(s.bias.at[mine], COLUMN, optimized=False)
 
         # Gates and norms, as in `prepare`.
-        arrived(0, 1, 2, *range(12, copies))
+        arrived("g", "beta", "bias", *["marks"] * marked)
         put(s.g16, real(log2_gate(*gate_inputs(), how)))
-        arrived(4, 5)
+        arrived("q", "k")
         if how.qk_l2norm:
             for i, ref in enumerate((s.q, s.k)):
                 x = real(get(ref))
@@ -193,7 +192,7 @@ def gradients(
 
         # X, and what each token's own V' says about its β.
         beta = team.row_vector(s.beta)
-        arrived(6, 7, 8)
+        arrived("t", "x", "v")
         x = kit.mm(wide, (kit.t(s.t), s.x.at[:, mine]))
         kit.all_warps()
         put(s.x, x)
@@ -215,7 +214,7 @@ def gradients(
             return real(get(s.k)) * norm_k
 
         # Scores.
-        arrived(3, 9, 10, 11)
+        arrived("d_o", "states", "d_states", "decay")
         r, c = team.indices(share, wg * share)
         before = team.allowed(r > c, wg * share)
         d_a = kit.mm((CHUNK, share), (s.d_o, kit.t(s.v.at[part])))
@@ -242,26 +241,22 @@ def gradients(
         sync()  # all have read the operands
         put(s.writers, writer)
 
-        @pl.when(wg < dim // 64)
-        def _():
-            channels = pl.ds(wg * 64, 64)
-            products = (
-                (kit.t(s.states.at[pl.ds(i, 64), channels]), kit.t(s.ones.at[pl.ds(0, 8)])) for i in range(0, dim, 64)
-            )
-            s.through[channels] = jnp.max(kit.mm((64, 8), *products), axis=1) * team.row_vector(s.decay.at[channels])
+        # Σ_v of S dS, with channels as rows: one value a row.
+        ones = kit.t(s.ones.at[pl.ds(0, 8)])
+        total = kit.mm((64, 8), *((kit.t(s.states.at[pl.ds(i, CHUNK), mine]), ones) for i in range(0, dim, CHUNK)))
+        s.through[mine] = jnp.max(total, axis=1) * team.row_vector(s.decay.at[mine])
 
         def pairs(mask):
             """The scores of these pairs alone, for all."""
-            for i in range(0, CHUNK, half):
-                columns = pl.ds(i, half)
-                for j, (source, target) in enumerate(((s.da, s.da_l), (s.dn, s.dn_l))):
+            for i, (source, target) in enumerate(((s.da, s.da_l), (s.dn, s.dn_l))):
 
-                    def pick(i=i, columns=columns, source=source, target=target):
-                        score = kit.load(source.at[:, columns]).astype(f32)
-                        picked = jnp.where(mask(*team.indices(half, i)), score, kit.along_rows(zero, score.shape))
-                        kit.store(target.at[:, columns], picked.astype(bf16))
+                def pick(source=source, target=target):
+                    score = kit.load(source).astype(f32)
+                    kit.store(
+                        target, jnp.where(mask(*team.indices()), score, kit.along_rows(zero, square)).astype(bf16)
+                    )
 
-                    team.only(i // half * 2 + j, pick)
+                team.only(i, pick)
 
         def gather(so_far, up, down):
             """Sums over `pairs`, anchored by `up` as rows and by `down` as columns.
@@ -363,7 +358,7 @@ def gradients(
                 **({"marks": vector(MARKS, CHUNK)} if marked else {}),
             },
             plgpu.SMEM((4, groups, CHUNK), f32),
-            plgpu.Barrier(num_barriers=copies),
+            plgpu.Barrier(num_barriers=13 if marked else 12),
             plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=COMPILER,

@@ -15,7 +15,8 @@ their start (e^80 is finite); any other gate goes down to level 1.
 T is built by the same levels: T ← T − T M_b T, whose entries stay within [−1, 1], so that nearly parallel keys cost no
 digits (a Neumann series over a block of 16 loses all of them).
 
-One thread of control is one warpgroup; each owns 64 of the K channels.
+One program is one warpgroup at one chunk of one head; a multiprocessor holds two, each with all the registers that
+threads can have. (Three with fewer, loading ahead from chunk to chunk, were no faster on an H200.)
 """
 
 from __future__ import annotations
@@ -235,16 +236,25 @@ def prepare(
         def put(ref, at, value):
             kit.store(ref.at[:, at], value.astype(ref.dtype))
 
-        sources = [(g_g.at[tokens_i, h], g_raw), (q_g.at[tokens_i, h], qs), (k_g.at[tokens_i, h], ks)]
-        sources += [(v_g.at[tokens_i, h], vs), (b_g.at[h, tokens_i], small["beta"]), (bias_g.at[h], small["bias"])]
+        copies = {
+            "g": (g_g.at[tokens_i, h], g_raw),
+            "q": (q_g.at[tokens_i, h], qs),
+            "k": (k_g.at[tokens_i, h], ks),
+            "v": (v_g.at[tokens_i, h], vs),
+            "beta": (b_g.at[h, tokens_i], small["beta"]),
+            "bias": (bias_g.at[h], small["bias"]),
+        }
         if marked:
-            sources.append((rows_g.at[:, tokens_i], small["marks"]))
-        for i, (source, target) in enumerate(sources):
+            copies["marks"] = rows_g.at[:, tokens_i], small["marks"]
+        for i, (source, target) in enumerate(copies.values()):
             plgpu.copy_gmem_to_smem(source, target, full.at[i])
 
+        def arrived(*names):
+            for name in names:
+                plgpu.barrier_wait(full.at[list(copies).index(name)])
+
         # Gates.
-        for i in (0, *range(4, len(sources))):
-            plgpu.barrier_wait(full.at[i])
+        arrived("g", *small)
         rate_h = None if how.gate == "none" else rate_g[h]
         for at in strips:
             bias_v = None if how.gate == "none" else kit.load(small["bias"].at[at], COLUMN, optimized=False)
@@ -274,8 +284,7 @@ def prepare(
             squares = jnp.sum(jnp.where(r == c, kit.mm(square, (ref, kit.t(ref))), 0.0), axis=1)
             return kit.along_rows(lax.rsqrt(squares + L2_EPS), strip)
 
-        plgpu.barrier_wait(full.at[1])
-        plgpu.barrier_wait(full.at[2])
+        arrived("q", "k")
         norm_q, norm_k = norm(qs) * how.scale, norm(ks)
         kit.all_warps()
         itself = []
@@ -350,7 +359,7 @@ def prepare(
         # T, and with it W and U.
         t = inverse(kit, m, zero, work, work2).astype(bf16)
         kit.store(t_s, t)
-        plgpu.barrier_wait(full.at[3])
+        arrived("v")
         for at in strips:
             put(vs, at, tile.real(get(vs, at)) * kit.along_rows(beta, strip))
         plgpu.commit_smem()
