@@ -1,0 +1,149 @@
+"""Context parallelism: the tokens of a row lie on several devices, in contiguous shards, first shard first.
+
+All functions here run inside `shard_map`, over the named axis that time is sharded on.
+
+KDA's state is an affine function of the one that enters a shard: S_out = P S_in + S̃, with S̃ what comes out for S_in = 0
+and P = Π_t (I − β_t k_t k_tᵀ) Diag(γ_t). A shard computes its (P, S̃), one all-gather of fixed size passes them to all,
+and each folds the shards before it into the state that it really starts from (the K3 report's KCP; arXiv 2607.24653).
+Nothing is assumed to be forgotten. Documents take care of themselves: where one begins inside a shard, P is 0; where it
+is at its first token, what comes in is dropped.
+
+Shape suffixes: B batch, T time in this shard, H heads, K key dim, V value dim, W taps, R shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from k3jax.ops.kda import kda
+from k3jax.ops.short_conv import short_conv
+
+
+def _documents(segment_ids_BT: Array | None, axis: str) -> Array | None:
+    """[R, B] bool: whether the first document of each shard goes on from before it. None: always.
+
+    As in `segments.document_starts`: padding (id 0) interrupts no document, and nothing before is no other document.
+    """
+    if segment_ids_BT is None:
+        return None
+    real = segment_ids_BT != 0
+    length = segment_ids_BT.shape[1]
+    position = jnp.arange(length)
+
+    def id_at(i_B: Array) -> Array:
+        return jnp.take_along_axis(segment_ids_BT, jnp.clip(i_B, 0, length - 1)[:, None], axis=1)[:, 0]
+
+    any_B = jnp.any(real, axis=1)
+    first = jnp.where(any_B, id_at(jnp.argmax(real, axis=1)), 0)
+    last = jnp.where(any_B, id_at(jnp.max(jnp.where(real, position, 0), axis=1)), 0)
+    firsts, lasts = lax.all_gather((first, last), axis)
+    goes_on, before = [], jnp.zeros_like(first)
+    for first, last in zip(firsts, lasts):
+        goes_on.append((before == 0) | (first == 0) | (first == before))
+        before = jnp.where(last != 0, last, before)
+    return jnp.stack(goes_on)
+
+
+def _folded(transitions: Array, local: Array, initial: Array, goes_on: Array | None) -> Array:
+    """The state that each shard starts from, and what comes out of the last: [R + 1, B, H, K, V].
+
+    transitions: [R, B, H, K, K]; local: [R, B, H, K, V]; float32 or wider, multiplied as such.
+    """
+    state, states = initial, []
+    for r, (transition, own) in enumerate(zip(transitions, local)):
+        if goes_on is not None:
+            state = jnp.where(goes_on[r][:, None, None, None], state, 0)
+        states.append(state)
+        state = jnp.einsum("bhkl,bhlv->bhkv", transition, state, precision=lax.Precision.HIGHEST) + own
+    return jnp.stack([*states, state])
+
+
+def kda_over_context(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    axis: str,
+    initial_state: Array | None = None,
+    segment_ids: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """`kda` over rows whose tokens are sharded on `axis`; called inside `shard_map`.
+
+    Args:
+      q, k: [B, T, H, K]. v: [B, T, H, V], V = K. g: [B, T, H, K]. beta: [B, T, H]: this shard's tokens.
+      axis: the mesh axis of time.
+      initial_state: [B, H, K, V] before the first token of the first shard, the same on all; None is zeros.
+      segment_ids: [B, T] int, this shard's; as in `kda`.
+      options: of `kda`, but for `cu_seqlens`, `return_final_state` and `state_interval`.
+
+    Returns:
+      (o [B, T, H, V] of this shard, state [B, H, K, V] after the last real token of the row, the same on all shards).
+
+    Raises:
+      ValueError: V differs from K, or an option is not available here.
+    """
+    heads, dim = q.shape[2:]
+    if v.shape[-1] != dim:
+        raise ValueError(f"kda_over_context: V must equal K, not V = {v.shape[-1]} and K = {dim}")
+    for name in ("cu_seqlens", "return_final_state", "state_interval"):
+        if name in options:
+            raise ValueError(f"kda_over_context: {name} is not available when time is sharded")
+    dtype = jnp.promote_types(v.dtype, jnp.float32)
+    if initial_state is None:
+        initial_state = jnp.zeros((q.shape[0], heads, dim, dim), dtype)
+    options = dict(options) | {"segment_ids": segment_ids, "return_final_state": True}
+
+    # One run finds both: as many heads again, without values and from the identity, end with P.
+    def twice(x: Array | None, axis: int) -> Array | None:
+        return None if x is None else jnp.concatenate([x, x], axis)
+
+    identity = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), initial_state.shape)
+    start = jnp.concatenate([jnp.zeros_like(identity), identity], axis=1)
+    values = jnp.concatenate([v, jnp.zeros_like(v)], axis=2)
+    gates = {name: twice(options.get(name), 0) for name in ("A_log", "dt_bias")}
+    q2, k2, g2, beta2 = (twice(x, 2) for x in (q, k, g, beta))
+    _, ends = kda(q2, k2, values, g2, beta2, initial_state=start, **(options | gates))
+    local, transitions = lax.all_gather((ends[:, :heads], ends[:, heads:]), axis)
+    states = _folded(transitions, local, initial_state.astype(dtype), _documents(segment_ids, axis))
+    mine = lax.dynamic_index_in_dim(states, lax.axis_index(axis), keepdims=False)
+    o, _ = kda(q, k, v, g, beta, initial_state=mine, **options)
+    last = lax.axis_index(axis) == lax.axis_size(axis) - 1
+    return o, lax.psum(jnp.where(last, states[-1], 0), axis)
+
+
+def short_conv_over_context(u: Array, weight: Array, segment_ids: Array | None = None, *, axis: str) -> Array:
+    """`short_conv` over rows whose tokens are sharded on `axis`; called inside `shard_map`.
+
+    The last W − 1 tokens of each shard are handed to the next one, and dropped there if they are another document's.
+
+    Args:
+      u: [B, T, *C], this shard's tokens. weight: [*C, W]. segment_ids: [B, T] int, this shard's.
+      axis: the mesh axis of time.
+
+    Returns:
+      [B, T, *C] in the dtype of u.
+
+    Raises:
+      ValueError: a shard is shorter than W − 1 tokens.
+    """
+    reach = weight.shape[-1] - 1
+    if u.shape[1] < reach:
+        raise ValueError(
+            f"short_conv_over_context: {u.shape[1]} tokens a shard, and a convolution of width {reach + 1} looks "
+            f"{reach} back; use fewer shards on {axis!r}"
+        )
+    if reach == 0:
+        return short_conv(u, weight, segment_ids)
+    to_next = [(r, r + 1) for r in range(lax.axis_size(axis) - 1)]  # the first shard gets zeros
+    tail = lax.ppermute(u[:, -reach:], axis, to_next)
+    if segment_ids is not None:
+        ids = lax.ppermute(segment_ids[:, -reach:], axis, to_next)
+        same = (ids == segment_ids[:, :1])[(..., *(None,) * (u.ndim - 2))]
+        tail = jnp.where(same, tail, 0)
+    return short_conv(u, weight, segment_ids, tail)
