@@ -97,18 +97,18 @@ def kda_over_context(
     dtype = jnp.promote_types(v.dtype, jnp.float32)
     if initial_state is None:
         initial_state = jnp.zeros((q.shape[0], heads, dim, dim), dtype)
-    options = dict(options) | {"segment_ids": segment_ids, "return_final_state": True}
+    options = options | {"segment_ids": segment_ids, "return_final_state": True}
 
     # One run finds both: as many heads again, without values and from the identity, end with P.
-    def twice(x: Array | None, axis: int) -> Array | None:
+    def twice(x: Any, axis: int) -> Any:
         return None if x is None else jnp.concatenate([x, x], axis)
 
     identity = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), initial_state.shape)
     start = jnp.concatenate([jnp.zeros_like(identity), identity], axis=1)
     values = jnp.concatenate([v, jnp.zeros_like(v)], axis=2)
-    gates = {name: twice(options.get(name), 0) for name in ("A_log", "dt_bias")}
+    doubled: dict[str, Any] = options | {name: twice(options.get(name), 0) for name in ("A_log", "dt_bias")}
     q2, k2, g2, beta2 = (twice(x, 2) for x in (q, k, g, beta))
-    _, ends = kda(q2, k2, values, g2, beta2, initial_state=start, **(options | gates))
+    _, ends = kda(q2, k2, values, g2, beta2, initial_state=start, **doubled)
     local, transitions = lax.all_gather((ends[:, :heads], ends[:, heads:]), axis)
     states = _folded(transitions, local, initial_state.astype(dtype), _documents(segment_ids, axis))
     mine = lax.dynamic_index_in_dim(states, lax.axis_index(axis), keepdims=False)
