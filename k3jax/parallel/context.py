@@ -13,11 +13,13 @@ Shape suffixes: B batch, T time in this shard, H heads, K key dim, V value dim, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.ops.attention import attention
 from k3jax.ops.kda import kda
 from k3jax.ops.short_conv import short_conv
 
@@ -147,3 +149,40 @@ def short_conv_over_context(u: Array, weight: Array, segment_ids: Array | None =
         same = (ids == segment_ids[:, :1])[(..., *(None,) * (u.ndim - 2))]
         tail = jnp.where(same, tail, 0)
     return short_conv(u, weight, segment_ids, tail)
+
+
+def attention_over_context(
+    q: Array,
+    latents: tuple[Array, ...],
+    expand: Callable[..., tuple[Array, Array]],
+    *,
+    axis: str,
+    scale: float,
+    segment_ids: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Causal attention of this shard's queries over the keys of all shards; called inside `shard_map`.
+
+    What is gathered are the latents that keys and values are made of, and each shard expands them (for K3 a 512-wide
+    latent and a 64-wide shared key: 1.15 kB a token in bfloat16, against 61 kB of keys and values). Without position
+    encoding only order and documents matter, so KDA's contiguous layout stays. Later shards have more to attend to.
+
+    Args:
+      q: [B, T, H, K], this shard's queries.
+      latents: arrays [B, T, ...] of this shard.
+      expand: from the gathered latents, [B, R·T, ...], to keys [B, R·T, H, K] and values [B, R·T, H, V].
+      axis: the mesh axis of time.
+      segment_ids: [B, T] int, this shard's; 0 is padding.
+      options: of `attention`, but for `kv_segment_ids` and `q_offset`.
+
+    Returns:
+      o [B, T, H, V] of this shard, and the largest logit of each head [H], over all shards and without gradient.
+    """
+    gathered = [lax.all_gather(x, axis, axis=1, tiled=True) for x in latents]
+    ids = None if segment_ids is None else lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+    k, v = expand(*gathered)
+    offset = lax.axis_index(axis) * q.shape[1]
+    o, max_logit = attention(
+        q, k, v, scale=scale, segment_ids=segment_ids, kv_segment_ids=ids, q_offset=offset, **options
+    )
+    return o, lax.pmax(max_logit, axis)

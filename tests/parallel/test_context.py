@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from k3jax.ops.attention import attention
 from k3jax.ops.kda import kda
 from k3jax.ops.short_conv import short_conv
-from k3jax.parallel.context import kda_over_context, short_conv_over_context
+from k3jax.parallel.context import attention_over_context, kda_over_context, short_conv_over_context
 
 OPTIONS = {"gate": "lower_bound", "beta_is_logit": True, "qk_l2norm": True}
 B, T, H, K = 2, 64, 2, 16
@@ -133,6 +134,36 @@ def test_the_convolution_looks_into_the_shard_before(name, x64):
         return jax.jit(lambda u, w: jax.value_and_grad(lambda u, w: jnp.sum(f(u, w) ** 2), (0, 1))(u, w))(u, weight)
 
     assert_same(everything(over_shards), everything(lambda u, w: short_conv(u, w, ids)), 1e-10)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_attention_over_gathered_latents_is_attention(name, x64):
+    rng = np.random.default_rng(3)
+    q, latent = rng.normal(size=(B, T, H, 12)), rng.normal(size=(B, T, 10))
+    to_k, to_v = rng.normal(size=(10, H, 12)), rng.normal(size=(10, H, 8))
+    ids, time = IDS[name], P(None, "context")
+
+    def expand(latent, to_k, to_v):
+        return jnp.einsum("bsr,rhk->bshk", latent, to_k), jnp.einsum("bsr,rhv->bshv", latent, to_v)
+
+    def whole(q, latent, to_k, to_v):
+        o, peak = attention(q, *expand(latent, to_k, to_v), scale=0.3, segment_ids=ids, implementation="reference")
+        return jnp.sum(o**2), (o, peak)
+
+    def over_shards(q, latent, to_k, to_v):
+        def run(q, latent, to_k, to_v, ids=None):
+            make = lambda latent: expand(latent, to_k, to_v)  # noqa: E731
+            options = {"scale": 0.3, "segment_ids": ids, "implementation": "xla", "block_size": 8}
+            return attention_over_context(q, (latent,), make, axis="context", **options)
+
+        specs = (time, time, P(), P()) if ids is None else (time, time, P(), P(), time)
+        sharded = jax.shard_map(run, mesh=make_mesh(8), in_specs=specs, out_specs=(time, P()))
+        o, peak = sharded(q, latent, to_k, to_v, *([] if ids is None else [ids]))
+        return jnp.sum(o**2), (o, peak)
+
+    args = q, latent, to_k, to_v
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))(*args) for f in (over_shards, whole))
+    assert_same(got, want, 1e-9)
 
 
 def test_what_cannot_be_sharded_is_refused(inputs):
