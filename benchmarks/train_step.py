@@ -179,7 +179,7 @@ def run(arguments: Arguments) -> None:
         optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
         if arguments.without == "muon":
             optimizer = adamw(config.optimizer, config.train.steps, optimizer.groups)
-        state = create_state(config.model, optimizer.transform, mesh, config.train.seed)
+        state = create_state(config.model, optimizer.transform, mesh, config.train.seed, fsdp=config.mesh.fsdp)
         step = jax.jit(
             make_train_step(config, optimizer, data.tokenizer.token_bytes),
             donate_argnums=0,

@@ -199,13 +199,20 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence)."""
+    """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence).
+
+    Optimizer state is always cut over data × expert (ZeRO-1). Only these two may be larger than 1 so far, and `expert`
+    is one more axis of data.
+    """
 
     pipe: int = 1
     data: int = 1
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    fsdp: bool = False
+    """Cut the parameters over data × expert too; each layer gathers its own when it runs. With train.remat "none" or
+    "products" the backward pass keeps what was gathered; "sublayer" and "layer" gather again, "block" once a block."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "pipe", "data", "expert", "context", "tensor")

@@ -3,15 +3,19 @@
 Modules name what their axes mean ("embed", "heads", …); which mesh axis, if any, holds a slice of them is decided
 here alone. Everything also runs with no mesh set: specs are then empty and islands are plain calls.
 
-    mesh = make_mesh(MeshConfig(data=8))
+    mesh = make_mesh(MeshConfig(data=8, fsdp=True))
     with jax.set_mesh(mesh): ...
+
+Every parameter has two layouts: the one that it is *used* in, and the one *at rest*, where each device of the batch
+keeps a slice. Optimizer state is always at rest (ZeRO-1), parameters with `MeshConfig.fsdp`; layers gather theirs just
+before they use them (`gathered`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -21,24 +25,38 @@ from jax.sharding import PartitionSpec as P
 from k3jax.config import ConfigError, MeshConfig
 
 AXES = ("pipe", "data", "expert", "context", "tensor")
+_BATCH = ("data", "expert")
+_SUPPORTED = _BATCH
 
-# Logical axis → mesh axes. A mesh axis of size 1 never appears in a spec. Parameters are replicated for now.
-RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "expert"),
-    "sequence": (),
-    "layers": (),
-    "vocab": (),
-    "embed": (),
-    "heads": (),
-    "kda_key": (),
-    "kda_value": (),
-    "conv": (),
-    "qk": (),
-    "v": (),
-    "lora": (),
-    "mlp": (),
-    "expert": (),
-    "latent": (),
+
+class Rule(NamedTuple):
+    """Mesh axes that hold slices of a logical axis. A mesh axis of size 1 never appears in a spec."""
+
+    used: tuple[str, ...] = ()
+    """While it is computed with."""
+    rest: tuple[str, ...] = ()
+    """At rest, if it is the one that is cut: of one tensor that is the first in the order of the table whose size is a
+    multiple of the number of devices. A tensor that has none stays whole everywhere."""
+
+
+# Experts and heads come first: Muon's blocks then rest whole, each on one device, and its update moves nothing.
+# "layers" is never cut at rest: every step of a scan would fetch from another device what all of them need at once.
+RULES: Mapping[str, Rule] = {
+    "batch": Rule(used=_BATCH),
+    "sequence": Rule(),
+    "layers": Rule(),
+    "expert": Rule(rest=_BATCH),
+    "heads": Rule(rest=_BATCH),
+    "vocab": Rule(rest=_BATCH),
+    "mlp": Rule(rest=_BATCH),
+    "embed": Rule(rest=_BATCH),
+    "latent": Rule(rest=_BATCH),
+    "lora": Rule(rest=_BATCH),
+    "kda_key": Rule(rest=_BATCH),
+    "kda_value": Rule(rest=_BATCH),
+    "qk": Rule(rest=_BATCH),
+    "v": Rule(rest=_BATCH),
+    "conv": Rule(),
 }
 
 
@@ -48,9 +66,10 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     Raises:
         ConfigError: an axis that is not supported yet, or a product of sizes that is not the number of devices.
     """
-    unsupported = [a for a, n in zip(AXES, config.sizes) if n > 1 and a not in ("data",)]
+    unsupported = [a for a, n in zip(AXES, config.sizes) if n > 1 and a not in _SUPPORTED]
     if unsupported:
-        raise ConfigError(f"mesh axes {', '.join(unsupported)} must be 1: only `data` can be larger so far")
+        legal = " and ".join(f"`{a}`" for a in _SUPPORTED)
+        raise ConfigError(f"mesh axes {', '.join(unsupported)} must be 1: only {legal} can be larger so far")
     count, available = math.prod(config.sizes), jax.device_count()
     if count > available or available % count:
         raise ConfigError(f"mesh {dict(zip(AXES, config.sizes))} needs {count} devices, this machine has {available}")
@@ -68,7 +87,7 @@ def spec(*logical: str | None) -> P:
     entries: list[tuple[str, ...] | None] = []
     used: list[str] = []
     for name in logical:
-        axes = tuple(a for a in (RULES[name] if name else ()) if sizes.get(a, 1) > 1)
+        axes = tuple(a for a in (RULES[name].used if name else ()) if sizes.get(a, 1) > 1)
         used += axes
         entries.append(axes or None)
     if len(set(used)) != len(used):
@@ -97,18 +116,91 @@ def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
     return ("layers",) * (len(variable.shape) - len(axes)) + axes
 
 
-def shardings(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """`NamedSharding` of every parameter of a (possibly abstract) module, with the module's own structure."""
+def rest_spec(
+    tensor: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int], *, strict: bool = False
+) -> P:
+    """The `PartitionSpec` at rest of a parameter, or of optimizer state of its shape.
 
-    def place(leaf: Any) -> Any:
+    Args:
+        tensor: its name, for the message.
+        axes: its logical axes.
+        sizes: of the axes of the mesh.
+        strict: refuse a bank of experts that would have to be cut elsewhere than between experts.
+
+    Raises:
+        ConfigError: see `strict`.
+    """
+    for name, rule in RULES.items():
+        cut = tuple(a for a in rule.rest if sizes.get(a, 1) > 1)
+        if not cut or name not in axes:
+            continue
+        place, ways = axes.index(name), math.prod(sizes[a] for a in cut)
+        if shape[place] % ways == 0:
+            return P(*(cut if i == place else None for i in range(len(axes))))
+        if strict and name == "expert" and set(axes[:place]) <= {"layers"}:  # a stack of experts, not the router
+            legal = ", ".join(str(n) for n in range(1, shape[place] + 1) if shape[place] % n == 0)
+            raise ConfigError(
+                f"{tensor} {list(shape)}: its axis {name!r} of {shape[place]} cannot be cut over "
+                f"{' × '.join(f'{a} {sizes[a]}' for a in cut)} = {ways} devices, as mesh.fsdp asks; legal are "
+                f"{' × '.join(rule.rest)} in {legal}, or mesh.fsdp False"
+            )
+    return P(*(None for _ in axes))
+
+
+def shardings(tree: Any, mesh: Any, *, at_rest: bool = False, strict: bool = False) -> Any:
+    """`NamedSharding` of every parameter of a (possibly abstract) module, with the module's own structure.
+
+    Args:
+        tree: also optimizer state, or any other tree with parameters for nodes; other leaves are whole everywhere.
+        mesh: a `Mesh`, or inside `jit` an `AbstractMesh`.
+        at_rest: the layout at rest instead of the one parameters are used in.
+        strict: see `rest_spec`.
+
+    Raises:
+        ConfigError: see `rest_spec`.
+    """
+
+    def place(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable) and not jax.tree.leaves(leaf):
             return leaf  # optax keeps an empty node for a parameter that another transformation trains
-        if isinstance(leaf, nnx.Variable):
-            value = NamedSharding(mesh, spec(*logical_axes(leaf)))
-            return jax.tree.map(lambda _: value, leaf)
-        return NamedSharding(mesh, P())
+        if not isinstance(leaf, nnx.Variable):
+            return NamedSharding(mesh, P())
+        axes = logical_axes(leaf)
+        if at_rest:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            value = rest_spec(name, tuple(leaf.shape), axes, dict(mesh.shape), strict=strict)
+        else:
+            value = spec(*axes)
+        return jax.tree.map(lambda _: NamedSharding(mesh, value), leaf)
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def to_rest[T](tree: T) -> T:
+    """Every parameter (or gradient) of a module in its layout at rest, for use under `jit`; no mesh: as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.empty else jax.tree.map(jax.sharding.reshard, tree, shardings(tree, mesh, at_rest=True))
+
+
+def is_at_rest(tree: Any) -> bool:
+    """Whether some array of a tree is cut, and so has to be gathered before it is used."""
+    return any(any(entry is not None for entry in jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree))
+
+
+def gathered[T](tree: T) -> T:
+    """Every parameter of a module in the layout that it is used in; its gradient comes back in the one it had.
+
+    Call it inside what is rematerialised: otherwise the backward pass keeps what was gathered.
+    """
+    if not is_at_rest(tree):
+        return tree
+    return jax.tree.map(jax.sharding.reshard, tree, shardings(tree, jax.sharding.get_abstract_mesh()))
+
+
+def batch_axes() -> tuple[str, ...]:
+    """Mesh axes larger than 1 that the batch is sharded over, and that parameters and their state are cut over."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return tuple(a for a in _BATCH if sizes.get(a, 1) > 1)
 
 
 def batch_island(fn: Callable[..., Any], *args: Any, batched: tuple[bool, ...]) -> Any:
@@ -136,7 +228,7 @@ def _sharded_on(x: jax.Array) -> tuple[str, ...]:
 
 def _island_axes() -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(a for a in RULES["batch"] if a in mesh.manual_axes and mesh.shape[a] > 1)
+    return tuple(a for a in RULES["batch"].used if a in mesh.manual_axes and mesh.shape[a] > 1)
 
 
 def batch_sum(x: jax.Array) -> jax.Array:

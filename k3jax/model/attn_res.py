@@ -8,6 +8,7 @@ from flax import nnx
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
+from k3jax.sharding import gathered
 
 
 class AttnResQuery(nnx.Module):
@@ -24,4 +25,5 @@ class AttnResQuery(nnx.Module):
     def query(self) -> jax.Array:
         """γ ⊙ w in at least float32, [..., D]."""
         wide = jnp.promote_types(self.norm[...].dtype, jnp.float32)
-        return self.norm[...].astype(wide) * self.proj[...].astype(wide)
+        norm, proj = gathered((self.norm, self.proj))
+        return norm[...].astype(wide) * proj[...].astype(wide)

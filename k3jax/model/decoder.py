@@ -29,6 +29,7 @@ from k3jax.model.moe import LatentMoE
 from k3jax.model.plan import Repeat, SegmentPlan
 from k3jax.ops.attn_res import BankRead, mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
+from k3jax.sharding import gathered, is_at_rest
 
 Tree = Any
 Bank = tuple[jax.Array, ...]
@@ -101,7 +102,7 @@ def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:
 
 
 def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
-    config, out = layer.config, {}
+    config, out, layer = layer.config, {}, _gathered(layer)
     if inputs.reads is None:
         x = rms_norm(partial_BTD, layer.input_norm[...], config.norm_eps)
     else:
@@ -119,7 +120,7 @@ def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerI
 
 
 def _ffn_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):
-    config, out = layer.config, {}
+    config, out, layer = layer.config, {}, _gathered(layer)
     if inputs.reads is None:
         x = rms_norm(partial_BTD, layer.post_norm[...], config.norm_eps)
     else:
@@ -165,6 +166,11 @@ def _rounded(layer: DecoderLayer) -> DecoderLayer:
         return w.astype(layer.config.dtype) if names & _ROUNDED else w
 
     return jax.tree_util.tree_map_with_path(one, layer)
+
+
+def _gathered(layer: DecoderLayer) -> DecoderLayer:
+    """`layer` with whole weights; rounded before they travel."""
+    return gathered(_rounded(layer)) if is_at_rest(layer) else layer
 
 
 @partial(jax.jit, static_argnames="options")

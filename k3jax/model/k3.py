@@ -35,7 +35,7 @@ from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
 from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
-from k3jax.sharding import embed_lookup
+from k3jax.sharding import embed_lookup, gathered
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +119,7 @@ class K3(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """The head: `features` [..., D] → logits [..., V] in at least float32."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.einsum("...d,dv->...v", x, self.lm_head[...].astype(x.dtype), preferred_element_type=wide)
+        return jnp.einsum("...d,dv->...v", x, gathered(self.lm_head)[...].astype(x.dtype), preferred_element_type=wide)
 
     def features(
         self,
@@ -136,7 +136,7 @@ class K3(nnx.Module):
         """The final normed residual stream [B, T, D] (multiply by `lm_head` for logits) and the `Aux`."""
         config, plans = self.config, plan_layers(self.config)
         options = Options(remat, unroll and not depth, histogram, depth)  # depth comes in stacks of one shape
-        x = embed_lookup(self.embed[...].astype(config.dtype), tokens_BT)
+        x = embed_lookup(gathered(self.embed)[...].astype(config.dtype), tokens_BT)
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
         tokens = _describe(tokens_BT, segment_ids, cache)
@@ -157,7 +157,7 @@ class K3(nnx.Module):
 
     def _output(self, partial_BTD, bank: tuple[jax.Array, ...], options: Options):
         """The last mix and the final norm, and the mix's depth-attention weights when asked for."""
-        config, norm = self.config, self.final_norm[...]
+        config, norm = self.config, gathered(self.final_norm)[...]
         if config.attn_res_block_size is None:
             return rms_norm(partial_BTD, norm, config.norm_eps), None
         query = self.output_res.query()

@@ -39,6 +39,7 @@ from k3jax.data.sources import DataError
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
+from k3jax.train.placement import placement_lines, placements
 from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
 from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
@@ -175,7 +176,7 @@ class _Run:
     def restore(self, allow_config_change: bool) -> None:
         """Reads the last checkpoint, if there is one, and says what will run."""
         config, latest = self.config, self.store.latest
-        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh)
+        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh, fsdp=config.mesh.fsdp)
         self.step, self.skipped = latest or 0, 0
         changes: list[str] = []
         if latest is not None:
@@ -186,7 +187,10 @@ class _Run:
             self.state = dataclasses.replace(self.like, **model, **training)
             self.loader.set_state(saved.data)
             self.skipped = latest - int(self.state.step)
-        for line in start_report(config, self.mesh, self.data, self.peak):
+        lines = start_report(config, self.mesh, self.data, self.peak)
+        if self.mesh.size > 1:
+            lines += placement_lines(placements(self.like))
+        for line in lines:
             self.display.print(line)
         if latest is not None:
             self.display.print(f"resuming    from {self._path(latest)}")
@@ -234,7 +238,9 @@ class _Run:
         with ThreadPoolExecutor(1) as pool:
             compiling = pool.submit(compile_step)
             if self.step == 0:
-                self.state = create_state(config.model, self.optimizer.transform, self.mesh, config.train.seed)
+                self.state = create_state(
+                    config.model, self.optimizer.transform, self.mesh, config.train.seed, fsdp=config.mesh.fsdp
+                )
             if config.train.eval_interval:
                 eval_step = jax.jit(make_eval_step(config, token_bytes))
                 self.eval_step = eval_step.lower(self.state.params, self.state.router_bias, batch).compile()

@@ -10,6 +10,11 @@ counts independent blocks. A stack of layers adds one more b axis in front, so s
     AdamW  u = m̂ / (sqrt(v̂) + eps)
     W ← W − lr·(u + 0.1 W)        the 0.1 only where `Leaf.decay` says so
 
+On a mesh, Newton-Schulz runs on whole blocks, each on one device. Experts and heads that are cut between blocks stay
+where they are. Of all other blocks of one shape (matrices of a stack of layers, lone matrices) each device owns a
+share: it receives the pieces of those, and sends pieces of the update back, as the report's distributed Muon does.
+The update is that of one device to rounding.
+
 Sources: the report (per-head Muon on Q, K and V, weight decay 0.1, cosine with 1 % warm-up, QK-clip kept from K2);
 everything else after Moonlight (arXiv 2502.16982), since the report gives no other numbers.
 
@@ -20,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +33,7 @@ import numpy as np
 import optax
 
 from k3jax.config import OptimizerConfig
+from k3jax.sharding import batch_axes
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Moonlight §2.1)."""
@@ -182,29 +188,49 @@ def _leaf(path: tuple[Any, ...], x: Any, config: OptimizerConfig) -> Leaf:
     return leaf
 
 
+Cut = Literal["b", "r", "c", ""]
+"""Letter of the axis of a layout that is cut over the devices; empty: every device holds the whole leaf."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Leaves whose blocks have one shape and are cut alike: Newton-Schulz runs on all of them at once."""
+
+    layouts: tuple[str, ...]
+    shape: tuple[int, int]
+    """Rows and columns of a whole block."""
+    cut: Cut
+    devices: tuple[str, ...]
+    """Mesh axes of the cut; empty on one device."""
+
+
 def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     layouts = [_leaf(path, update, config).layout.rjust(update.ndim, "b") for path, update in flat]
-    together: dict[Any, list[int]] = {}
+    devices = batch_axes()
+    together: dict[tuple[tuple[int, int], Cut], list[int]] = {}
     for i, ((_, update), layout) in enumerate(zip(flat, layouts)):
-        # put together with others, an expert axis that is sharded would be gathered
-        sharded = any(jax.typeof(update).sharding.spec)
-        together.setdefault(i if sharded else _block_shape(update, layout), []).append(i)
+        together.setdefault((_block_shape(update, layout), _cut(update, layout)), []).append(i)
     out: list[Any] = [None] * len(flat)
-    for key, members in together.items():
-        orthogonalize = functools.partial(
-            _orthogonalize, layouts=[layouts[i] for i in members], config=config, merge=not isinstance(key, int)
-        )
+    for (shape, cut), members in together.items():
+        group = _Blocks(tuple(layouts[i] for i in members), shape, cut, devices)
+        orthogonalize = functools.partial(_orthogonalize, group=group, config=config)
         arrays = [flat[i][1] for i in members]
-        explicit_axes = jax.sharding.get_abstract_mesh().explicit_axes
-        if explicit_axes:
-            # Newton-Schulz reshapes and transposes blocks: the partitioner finds the layouts, the result keeps ours.
+        if devices:
             specs = [jax.typeof(update).sharding.spec for update in arrays]
-            auto: Any = jax.sharding.auto_axes(orthogonalize, axes=explicit_axes, out_sharding=specs)
-            orthogonalize = auto
+            # check_vma=False: what is whole everywhere is so because all devices gather the same blocks
+            orthogonalize = jax.shard_map(orthogonalize, in_specs=(specs,), out_specs=specs, check_vma=False)
         for i, result in zip(members, orthogonalize(arrays)):
             out[i] = result
     return jax.tree.unflatten(treedef, out)
+
+
+def _cut(update: jax.Array, layout: str) -> Cut:
+    """Which axis of a leaf is cut; `sharding.rest_spec` cuts one, over all of `batch_axes`."""
+    if not batch_axes():
+        return "b"
+    letters = [letter for letter, entry in zip(layout, jax.typeof(update).sharding.spec) if entry is not None]
+    return cast(Cut, letters[0]) if letters else ""
 
 
 def _block_shape(update: jax.Array, layout: str) -> tuple[int, int]:
@@ -212,28 +238,51 @@ def _block_shape(update: jax.Array, layout: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _orthogonalize(
-    updates: list[jax.Array], layouts: list[str], config: OptimizerConfig, merge: bool
-) -> list[jax.Array]:
-    """Newton-Schulz on every block of leaves whose blocks have one shape, all at once, scaled so that an orthogonal
-    block has RMS `muon_rms`."""
-    orders = [[axis for letter in "brc" for axis, a in enumerate(layout) if a == letter] for layout in layouts]
+def _orthogonalize(updates: list[jax.Array], group: _Blocks, config: OptimizerConfig) -> list[jax.Array]:
+    """Newton-Schulz on every block of leaves (on a mesh: of each device's parts), all at once, scaled so that an
+    orthogonal block has RMS `muon_rms`. It only ever sees whole blocks: those that are cut go to owners and back."""
+    orders = [[axis for letter in "brc" for axis, a in enumerate(layout) if a == letter] for layout in group.layouts]
     shapes = [[update.shape[axis] for axis in order] for update, order in zip(updates, orders)]
-    batches = [shape[: layout.count("b")] for shape, layout in zip(shapes, layouts)]
-    rows, columns = _block_shape(updates[0], layouts[0])
     parts = []
-    for update, order, batch in zip(updates, orders, batches):
-        merged = [math.prod(batch)] if merge else batch
-        blocks = jnp.transpose(update.astype(config.muon_ns_dtype), order).reshape(*merged, rows, columns)
-        parts.append(normalized(blocks))
-    blocks, scale = newton_schulz(jnp.concatenate(parts) if len(parts) > 1 else parts[0], config.muon_ns_steps)
-    scale *= config.muon_rms * math.sqrt(max(rows, columns))
+    for update, order, layout in zip(updates, orders, group.layouts):
+        part = jnp.transpose(update.astype(config.muon_ns_dtype), order)
+        part = part.reshape(-1, *_block_shape(update, layout))
+        parts.append(part if group.cut != "b" else normalized(part))
     ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
+    blocks = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    count = len(blocks)
+    if group.cut != "b":
+        blocks = normalized(_to_owners(blocks, group))
+    blocks, scale = newton_schulz(blocks, config.muon_ns_steps)
+    if group.cut != "b":
+        blocks = _from_owners(blocks, group)[:count]
+    scale *= config.muon_rms * math.sqrt(max(group.shape))
     out = []
     for update, order, shape, y in zip(updates, orders, shapes, jnp.split(blocks, ends) if ends else [blocks]):
         orthogonal = jnp.transpose(y.reshape(shape), np.argsort(order).tolist())
         out.append(orthogonal.astype(update.dtype) * scale)
     return out
+
+
+def _to_owners(blocks: jax.Array, group: _Blocks) -> jax.Array:
+    """Pieces of all blocks [n, rows, columns] → whole blocks of this device's share of them, zeros to fill up.
+
+    The pieces of a block that is cut along the inner of two flattened axes come together in another order. That
+    permutes its rows or columns, which Newton-Schulz commutes with, and the way back undoes it.
+    """
+    ways = math.prod(jax.lax.axis_size(axis) for axis in group.devices)
+    share = -(-len(blocks) // ways)
+    blocks = jnp.pad(blocks, ((0, share * ways - len(blocks)), (0, 0), (0, 0)))
+    if not group.cut:
+        return jax.lax.dynamic_slice_in_dim(blocks, jax.lax.axis_index(group.devices) * share, share)
+    return jax.lax.all_to_all(blocks, group.devices, 0, "brc".index(group.cut), tiled=True)
+
+
+def _from_owners(blocks: jax.Array, group: _Blocks) -> jax.Array:
+    """Inverse of `_to_owners`; the filling stays."""
+    if not group.cut:
+        return jax.lax.all_gather(blocks, group.devices, tiled=True)
+    return jax.lax.all_to_all(blocks, group.devices, "brc".index(group.cut), 0, tiled=True)
 
 
 def normalized(x: jax.Array) -> jax.Array:

@@ -94,7 +94,8 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
     source = data.describe()
     tokens = config.data.batch_size * config.data.sequence_length
     kinds = [layer.mixer for layer in config.model.layers]
-    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    axes += f"; parameters {'cut' if config.mesh.fsdp else 'whole'}, optimizer state cut" if axes else "one device"
     return [
         f"software    k3jax {k3jax.__version__}  " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
         f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}); mesh: {axes}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import jax
@@ -50,25 +51,55 @@ def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: in
 
 
 def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, seed: int = 0
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    seed: int = 0,
+    *,
+    fsdp: bool = False,
 ) -> TrainState:
-    """Shapes, dtypes and shardings (on the devices of `mesh`) of a `TrainState`, without memory."""
+    """Shapes, dtypes and shardings (on the devices of `mesh`) of a `TrainState`, without memory.
+
+    Optimizer state lies in its layout at rest, parameters do with `fsdp`; see `k3jax.sharding`.
+
+    Raises:
+        ConfigError: a bank of experts that `fsdp` cannot cut on this mesh.
+    """
     shapes = jax.eval_shape(lambda: _init(config, optimizer, seed))
+    whole = shardings(shapes, mesh)
+    places = dataclasses.replace(
+        whole,
+        params=shardings(shapes.params, mesh, at_rest=fsdp, strict=fsdp),
+        opt_state=shardings(shapes.opt_state, mesh, at_rest=True),
+    )
 
     def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(with_sharding, shapes, shardings(shapes, mesh))
+    return jax.tree.map(with_sharding, shapes, places)
 
 
 def create_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, seed: int
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    *,
+    fsdp: bool = False,
 ) -> TrainState:
-    """A fresh `TrainState`, every array born in its place."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed))
+    """A fresh `TrainState`, every array born in its place; arguments and errors of `abstract_state`."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed, fsdp=fsdp))
     # hundreds of small random draws that run once: a CPU compiles them six times as fast without optimising
     options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
-    return jax.jit(lambda: _init(config, optimizer, seed), out_shardings=places, compiler_options=options)()
+
+    def init() -> TrainState:
+        return _init(config, optimizer, seed)
+
+    if math.prod(mesh.shape.values()) > 1:
+        # left to the partitioner, each device draws its own slices; in Explicit mode it would draw everything and cut
+        specs = jax.tree.map(lambda place: place.spec, places)
+        init = cast(Any, jax.sharding.auto_axes)(init, axes=mesh.axis_names, out_sharding=specs)
+    return jax.jit(init, out_shardings=places, compiler_options=options)()
 
 
 def model_part(state: Any) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3
 from k3jax.model.plan import plan_layers
+from k3jax.ops.common import sharding_of
 from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
-from k3jax.sharding import spec
+from k3jax.sharding import gathered, spec, to_rest
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
 from k3jax.train.state import TrainState
 
@@ -92,7 +93,7 @@ def _forward(
     with jax.named_scope("head"):
         loss, terms = linear_cross_entropy(
             x_BTD,
-            params.lm_head[...],
+            gathered(params.lm_head)[...],
             batch["targets"],
             batch["loss_mask"],
             chunk=config.train.loss_chunk,
@@ -137,14 +138,15 @@ def _accumulate(fn: Callable[[Batch], tuple[Any, Sums]], batches: Batch) -> tupl
 def gradients(
     config: RunConfig, params: K3, router_bias: jax.Array, batch: Batch, token_bytes: np.ndarray
 ) -> tuple[K3, Sums]:
-    """Gradients of the mean loss over all tokens of a batch [M, B, T], and the sums over it."""
+    """Gradients of the mean loss over all tokens of a batch [M, B, T], at rest, and the sums over it."""
     table = np.asarray(token_bytes, np.int32)
 
     def one(micro: Batch) -> tuple[K3, Sums]:
         def loss(params: K3) -> tuple[jax.Array, Sums]:
             return _forward(config, params, micro, router_bias, jnp.asarray(table), train=True)
 
-        return jax.grad(loss, has_aux=True)(params)
+        grads, sums = jax.grad(loss, has_aux=True)(params)
+        return to_rest(grads), sums  # a device adds up its slice only
 
     grads, sums = _accumulate(one, batch)
     tokens = jnp.maximum(sums.tokens, 1)  # a batch of padding has gradients 0, not 0/0
@@ -167,12 +169,13 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
-        old: Any = state.params  # a module is a tree to optax, but not to its types
-        with jax.named_scope("optimizer"):
+        with jax.named_scope("optimizer"):  # at rest: a device updates its slices, and new weights are gathered
+            old: Any = to_rest(state.params)  # a module is a tree to optax, but not to its types
             updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
             params = cast(K3, optax.apply_updates(old, updates))
             if threshold is not None:
                 params = qk_clip(params, sums.max_logit, threshold, rows)
+            params = jax.tree.map(_placed_like, params, state.params)
         with jax.named_scope("balancing"):
             router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
         new = TrainState(state.step + 1, params, opt_state, router_bias, state.rng)
@@ -189,6 +192,11 @@ def make_train_step(
         return kept, metrics | {"finite": finite}
 
     return train_step
+
+
+def _placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    sharding = sharding_of(other)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:

@@ -1,8 +1,14 @@
 """A model that compiles in seconds, and a run of it."""
 
+import dataclasses
+
+import jax
+import numpy as np
+
 from k3jax.config import (
     DataConfig,
     KDAConfig,
+    MeshConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -10,6 +16,9 @@ from k3jax.config import (
     RunConfig,
     TrainConfig,
 )
+from k3jax.train.state import TrainState
+
+TOKEN_BYTES = np.repeat(np.array([1, 0], np.int32), 256)
 
 
 def micro_model(**overrides) -> ModelConfig:
@@ -31,7 +40,7 @@ def micro_model(**overrides) -> ModelConfig:
     )
 
 
-def micro_config(text_folder, run_dir, model=None, train=None, data=None, optimizer=None) -> RunConfig:
+def micro_config(text_folder, run_dir, model=None, train=None, data=None, optimizer=None, mesh=None) -> RunConfig:
     """A run of six steps that neither evaluates nor samples."""
     return RunConfig(
         model=model or micro_model(),
@@ -46,5 +55,34 @@ def micro_config(text_folder, run_dir, model=None, train=None, data=None, optimi
             | {"checkpoint_interval": 2, "keep_last": 3}
             | (train or {})
         ),
+        mesh=mesh or MeshConfig(),
         run_dir=str(run_dir),
     )
+
+
+def random_batch(rows: int = 8, length: int = 32) -> dict[str, np.ndarray]:
+    """Rows of two documents, some padding, different numbers of targets."""
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(1, 3, (rows, length)), axis=1)
+    segments[: rows // 2, length - 7 :] = 0
+    same = np.concatenate([segments[:, 1:] == segments[:, :-1], np.zeros((rows, 1), bool)], axis=1)
+    mask = same & (segments > 0)
+    tokens = rng.integers(0, 254, (rows, length))
+    targets = np.where(mask, np.roll(tokens, -1, axis=1), 0)
+    return {
+        "tokens": tokens.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "loss_mask": mask,
+    }
+
+
+def spread(state: TrainState) -> TrainState:
+    """Parameters and router biases away from their symmetric start."""
+    rng = np.random.default_rng(1)
+
+    def shake(x: jax.Array, by: float) -> jax.Array:  # NumPy: JAX would compile each shape
+        return jax.device_put((np.asarray(x) + by * rng.standard_normal(x.shape)).astype(x.dtype), x.sharding)
+
+    params = jax.tree.map(lambda x: shake(x, 0.05), state.params)
+    return dataclasses.replace(state, params=params, router_bias=shake(state.router_bias, 0.02))

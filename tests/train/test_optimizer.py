@@ -335,6 +335,68 @@ def test_blocks_sharded_over_devices_are_updated_without_communication():
     assert not [line for line in program.splitlines() if re.search(r"(all-\w+|reduce-scatter|collective-\w+)\(", line)]
 
 
+COLLECTIVE = re.compile(r"\b(all-\w+|reduce-scatter|collective-\w+)(-start)?\(")
+
+
+def computations(program: str) -> dict[str, str]:
+    """Name → text of every computation of a compiled program."""
+    found = re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{$(.*?)^\}", program, re.MULTILINE | re.DOTALL)
+    return dict(found)
+
+
+def reached_from(name: str, texts: dict[str, str]) -> str:
+    """Text of a computation and of all that it calls."""
+    seen, left = {name}, [name]
+    while left:
+        for other in re.findall(r"%([\w.-]+)", texts[left.pop()]):
+            if other in texts and other not in seen:
+                seen.add(other)
+                left.append(other)
+    return "".join(texts[n] for n in seen)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=["data=8", "data=2, expert=4"])
+def test_newton_schulz_sees_whole_blocks_only_and_does_not_communicate(shape):
+    """Blocks that are cut along rows, along columns, between blocks and not at all, in stacks and alone: the update is
+    that of one device, and its loops (one per kind of block) hold products and no collective."""
+    shapes = {
+        "w1": (N, 8, L, F),  # between experts
+        "q_proj": (N, D, 8, K),  # between heads
+        "q_b": (N, 16, 3, K),  # three heads that do not divide: cut in their rows
+        "o_proj": (N, 3, 8, D),  # cut in the inner of two row axes
+        "f_a": (N, 24, 40),
+        "kv_a": (24, 40),  # alone; goes with f_a
+        "latent_up": (24, 40),  # alone, and cut in its columns
+        "router": (N, 5, 7),  # nothing divides: whole everywhere
+    }
+    specs = {"w1": 1, "q_proj": 2, "q_b": 1, "o_proj": 2, "f_a": 1, "kv_a": 0, "latent_up": 1}
+    config = OptimizerConfig(learning_rate=1e-2, muon_ns_dtype="float32")
+    params = {name: normal(i, shape) for i, (name, shape) in enumerate(shapes.items())}
+    grads = [tree_of_normals(i, params) for i in range(2)]
+    expected = run(config, params, grads)
+    names = ("data", "expert")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(names))
+    with jax.set_mesh(mesh):
+        place = {
+            name: NamedSharding(
+                mesh, PartitionSpec(*(None,) * specs[name], names) if name in specs else PartitionSpec()
+            )
+            for name in shapes
+        }
+        params, *grads = (jax.device_put(tree, place) for tree in (params, *grads))
+        transform = make_optimizer(config, params, 4).transform
+        program = jax.jit(transform.update).lower(grads[0], transform.init(params), params).compile().as_text()
+        actual = run(config, params, grads)
+    for a, b in zip(actual, expected):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7), a, b)
+    texts = computations(program)
+    loops = [reached_from(name, texts) for name in re.findall(r"while\(.*body=%?([\w.-]+)", program)]
+    assert len([text for text in loops if " dot(" in text or "gemm" in text]) == 7
+    assert not [text for text in loops if COLLECTIVE.search(text)]
+    gathers = [line for line in program.splitlines() if re.search(r" all-gather(-start)?\(", line)]
+    assert len(gathers) == 1  # of the routers, which every device holds
+
+
 NOPE, ROPE, TAU = 8, 4, 5.0
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import micro_config, micro_model
+from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 
 from k3jax.config import MeshConfig, RunConfig
 from k3jax.ops.quantile_balancing import qb_update
@@ -17,9 +17,8 @@ from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state
 from k3jax.train.step import gradients, make_eval_step, make_train_step, max_violation, place_batch
 
-TOKEN_BYTES = np.repeat(np.array([1, 0], np.int32), 256)
 FLOAT64 = {"dtype": "float64", "param_dtype": "float64"}
-NAN_LOSS, NAN_GRADIENT = 255, 254  # targets that spoil a batch of the `trained` fixture
+NAN_LOSS, NAN_GRADIENT = 255, 254  # targets that spoil a batch of the `trained` fixture; in none of `random_batch`
 
 
 @pytest.fixture
@@ -29,37 +28,9 @@ def mesh():
         yield mesh
 
 
-def random_batch(rows: int = 8, length: int = 32) -> dict[str, np.ndarray]:
-    """Rows of two documents, some padding, different numbers of targets."""
-    rng = np.random.default_rng(0)
-    segments = np.sort(rng.integers(1, 3, (rows, length)), axis=1)
-    segments[: rows // 2, length - 7 :] = 0
-    same = np.concatenate([segments[:, 1:] == segments[:, :-1], np.zeros((rows, 1), bool)], axis=1)
-    mask = same & (segments > 0)
-    tokens = rng.integers(0, NAN_GRADIENT, (rows, length))
-    targets = np.where(mask, np.roll(tokens, -1, axis=1), 0)
-    return {
-        "tokens": tokens.astype(np.int32),
-        "targets": targets.astype(np.int32),
-        "segment_ids": segments.astype(np.int32),
-        "loss_mask": mask,
-    }
-
-
 def build(config: RunConfig, mesh) -> tuple[TrainState, object]:
     optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
     return spread(create_state(config.model, optimizer.transform, mesh, 0)), optimizer
-
-
-def spread(state: TrainState) -> TrainState:
-    """Parameters and router biases away from their symmetric start."""
-    rng = np.random.default_rng(1)
-
-    def shake(x: jax.Array, by: float) -> jax.Array:  # NumPy: JAX would compile each shape
-        return jax.device_put((np.asarray(x) + by * rng.standard_normal(x.shape)).astype(x.dtype), x.sharding)
-
-    params = jax.tree.map(lambda x: shake(x, 0.05), state.params)
-    return dataclasses.replace(state, params=params, router_bias=shake(state.router_bias, 0.02))
 
 
 @pytest.fixture(scope="module")
@@ -96,26 +67,6 @@ def test_one_batch_in_four_parts_gives_the_same_gradients_and_the_same_counts(mi
         np.testing.assert_array_equal(getattr(split_sums, name), getattr(sums, name))
     for name in ("loss", "cross_entropy", "z_loss", "max_logit"):
         np.testing.assert_allclose(getattr(split_sums, name), getattr(sums, name), rtol=1e-12)
-
-
-@pytest.mark.slow
-def test_eight_data_shards_take_the_same_step_as_one_device(micro_run, x64):
-    batch, results = random_batch(), []
-    for ways in (1, 8):
-        mesh = make_mesh(MeshConfig(data=ways))
-        with jax.set_mesh(mesh):
-            config = micro_run(
-                model=micro_model(**FLOAT64), optimizer={"muon_ns_dtype": "float64"}, data={"batch_size": 8}
-            )
-            state, optimizer = build(config, mesh)
-            train_step = jax.jit(make_train_step(config, optimizer, TOKEN_BYTES))
-            results.append(jax.device_get(train_step(state, place_batch(batch, 1, mesh))))
-    (one, one_metrics), (eight, eight_metrics) = results
-    np.testing.assert_array_equal(one.router_bias, eight.router_bias)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight)):
-        np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-9)
-    for name, value in one_metrics.items():
-        np.testing.assert_allclose(eight_metrics[name], value, rtol=1e-9, err_msg=name)
 
 
 def test_the_new_bias_comes_from_the_batch_that_the_old_one_routed(trained, mesh):
