@@ -210,7 +210,7 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     devices = batch_axes()
     together: dict[tuple[tuple[int, int], Cut], list[int]] = {}
     for i, ((_, update), layout) in enumerate(zip(flat, layouts)):
-        together.setdefault((_block_shape(update, layout), _cut(update, layout)), []).append(i)
+        together.setdefault((_block_shape(update, layout), _cut(update, layout, devices)), []).append(i)
     out: list[Any] = [None] * len(flat)
     for (shape, cut), members in together.items():
         group = _Blocks(tuple(layouts[i] for i in members), shape, cut, devices)
@@ -225,12 +225,21 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
-def _cut(update: jax.Array, layout: str) -> Cut:
-    """Which axis of a leaf is cut; `sharding.rest_spec` cuts one, over all of `batch_axes`."""
-    if not batch_axes():
+def _cut(update: jax.Array, layout: str, devices: tuple[str, ...]) -> Cut:
+    """Letter of the axis of a leaf that is cut.
+
+    Raises:
+        ValueError: more than one axis is, or not over all of `devices`, as `sharding.rest_spec` does.
+    """
+    if not devices:
         return "b"
-    letters = [letter for letter, entry in zip(layout, jax.typeof(update).sharding.spec) if entry is not None]
-    return cast(Cut, letters[0]) if letters else ""
+    cuts = [(letter, entry) for letter, entry in zip(layout, jax.typeof(update).sharding.spec) if entry is not None]
+    if not cuts:
+        return ""
+    over = [entry if isinstance(entry, tuple) else (entry,) for _, entry in cuts]
+    if over != [devices]:
+        raise ValueError(f"Muon: {jax.typeof(update)} must be cut on one axis over {devices}, or be whole")
+    return cast(Cut, cuts[0][0])
 
 
 def _block_shape(update: jax.Array, layout: str) -> tuple[int, int]:

@@ -106,11 +106,10 @@ def placement_lines(rows: list[Placement]) -> list[str]:
 
 
 def _totals(rows: list[Placement]) -> list[str]:
-    sums = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
-    sums["total"] = rows
+    sums = [(kind, [row for row in rows if row.kind == kind]) for kind in KINDS]
     return [
-        f"{kind:<11} {sum(r.bytes_per_device for r in found):>19,} bytes a device of {sum(r.bytes for r in found):,}"
-        for kind, found in sums.items()
+        f"{name:<11} {sum(r.bytes_per_device for r in found):>19,} bytes a device of {sum(r.bytes for r in found):,}"
+        for name, found in [*sums, ("total", rows)]
     ]
 
 

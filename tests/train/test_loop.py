@@ -18,7 +18,7 @@ import pytest
 from micro import micro_config, micro_model
 
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
-from k3jax.config import ConfigError, RunConfig, to_dict
+from k3jax.config import ConfigError, MeshConfig, RunConfig, to_dict
 from k3jax.data.loader import open_data
 from k3jax.data.sources import DataError
 from k3jax.sharding import make_mesh
@@ -330,3 +330,28 @@ def test_an_optimizer_that_makes_nan_of_finite_gradients_stops_before_anything_i
     with pytest.raises(NonFiniteError, match=r"update_rms/adamw .*the state is lost"):
         train(config)
     assert read_only(config).steps == []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_losses_on_another_mesh(micro_run, tmp_path, capsys):
+    """FSDP over four devices; from step 4 on ZeRO-1 over two by two, and on one device. Both evaluate and sample."""
+    options = {"eval_interval": 3, "sample_interval": 6, "sample_tokens": 4}
+    first = micro_run(mesh=MeshConfig(data=4, fsdp=True), train=options)
+    train(first)
+    printed = capsys.readouterr().out
+    assert "mesh: data 4; parameters cut, optimizer state cut" in printed
+    assert "segments/0/runs/1/ffn/w1 " in printed
+    assert "sample" in printed
+    expected = records(first)
+    for name, mesh in (("zero", MeshConfig(data=2, expert=2)), ("one", MeshConfig())):
+        run_dir = tmp_path / name
+        shutil.copytree(first.run_dir, run_dir)
+        shutil.rmtree(run_dir / "checkpoints" / "6")
+        other = dataclasses.replace(first, mesh=mesh, run_dir=str(run_dir))
+        with pytest.raises(ConfigError, match=r"mesh\.data"):
+            train(other)
+        train(other, allow_config_change=True)
+        found = records(other)
+        assert [record["step"] for record in found] == [record["step"] for record in expected]
+        for a, b in zip(found, expected):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), (name, a["step"])

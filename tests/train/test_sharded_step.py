@@ -1,5 +1,8 @@
 """Data parallelism, ZeRO-1 and FSDP: every mesh takes the step of one device, from state that lies where it should."""
 
+import re
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -15,17 +18,18 @@ from k3jax.train.placement import placement_lines, placements
 from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state, model_part, training_part
 from k3jax.train.step import make_train_step, place_batch
 
-CASES = {  # mesh, accumulation
-    "data=8": (MeshConfig(data=8), 1),
-    "data=8, fsdp": (MeshConfig(data=8, fsdp=True), 1),
-    "data=4": (MeshConfig(data=4), 1),
-    "data=4, fsdp, accumulated": (MeshConfig(data=4, fsdp=True), 2),
-    "data=2, expert=4, fsdp": (MeshConfig(data=2, expert=4, fsdp=True), 1),
+CASES = {  # mesh, fields of `TrainConfig`
+    "data=8": (MeshConfig(data=8), {}),
+    "data=8, fsdp": (MeshConfig(data=8, fsdp=True), {"remat": "none"}),
+    "data=8, fsdp, unrolled": (MeshConfig(data=8, fsdp=True), {"remat": "products", "unroll": True}),
+    "data=4": (MeshConfig(data=4), {"remat": "sublayer"}),
+    "data=4, fsdp, accumulated": (MeshConfig(data=4, fsdp=True), {"remat": "block", "accumulation": 2}),
+    "data=2, expert=4, fsdp": (MeshConfig(data=2, expert=4, fsdp=True), {}),
 }
 FAST = ("data=8", "data=2, expert=4, fsdp")
 
 
-def config_on(mesh: MeshConfig, accumulation: int = 1) -> RunConfig:
+def config_on(mesh: MeshConfig, train: dict[str, Any] | None = None) -> RunConfig:
     """Two KDA layers in a loop and an MLA layer; experts and KDA heads that eight devices can hold whole, and two MLA
     heads that have to be cut elsewhere."""
     model = micro_model(
@@ -41,20 +45,21 @@ def config_on(mesh: MeshConfig, accumulation: int = 1) -> RunConfig:
         "none",
         "none",
         model=model,
-        train={"remat": "layer", "accumulation": accumulation},
+        train={"remat": "layer"} | (train or {}),
         data={"batch_size": 8},
         optimizer={"muon_ns_dtype": "float64"},
         mesh=mesh,
     )
 
 
-def take_step(config: RunConfig) -> tuple[TrainState, TrainState, dict[str, jax.Array]]:
-    """States before and after one step of `random_batch`, and its metrics, on a mesh that is set."""
+def take_step(config: RunConfig) -> tuple[str, TrainState, TrainState, dict[str, jax.Array]]:
+    """One step of `random_batch` on a mesh that is set: compiled program, states before and after, metrics."""
     mesh = jax.sharding.get_mesh()
     optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
     state = spread(create_state(config.model, optimizer.transform, mesh, 0, fsdp=config.mesh.fsdp))
     batch = place_batch(random_batch(config.data.batch_size), config.train.accumulation, mesh)
-    return state, *jax.jit(make_train_step(config, optimizer, TOKEN_BYTES))(state, batch)
+    step = jax.jit(make_train_step(config, optimizer, TOKEN_BYTES)).lower(state, batch).compile()
+    return step.as_text(), state, *step(state, batch)
 
 
 def leaves(tree) -> dict[str, np.ndarray]:
@@ -89,12 +94,16 @@ def single():
 def test_every_mesh_takes_the_step_of_one_device(x64, single, name):
     config = config_on(*CASES[name])
     with jax.set_mesh(make_mesh(config.mesh)):
-        before, after, metrics = take_step(config)
+        program, before, after, metrics = take_step(config)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(single[0]), strict=True):
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(single[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)  # born alike whatever the mesh
-    assert_same_step((after, metrics), single[1:], 1e-9)
+    assert_same_step((after, metrics), single[2:], 1e-9)
+    if config.mesh.fsdp:  # the two layers of the loop gather their experts one after the other
+        gathers = re.findall(r"= f64(\[[\d,]+\])\S* all-gather\(", program)
+        assert "[8,16,16]" in gathers
+        assert config.train.unroll or "[2,8,16,16]" not in gathers
 
 
 def abstract_on(mesh: MeshConfig) -> TrainState:
