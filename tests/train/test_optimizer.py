@@ -363,12 +363,12 @@ def test_newton_schulz_sees_whole_blocks_only_and_does_not_communicate(shape):
     shapes = {
         "w1": (N, 8, L, F),  # between experts
         "q_proj": (N, D, 8, K),  # between heads
-        "q_b": (N, 16, 3, K),  # three heads that do not divide: cut in their rows
+        "q_b": (N, 16, 5, K),  # five heads do not divide: cut in their rows; ten blocks, two to a device
         "o_proj": (N, 3, 8, D),  # cut in the inner of two row axes
         "f_a": (N, 24, 40),
         "kv_a": (24, 40),  # alone; goes with f_a
         "latent_up": (24, 40),  # alone, and cut in its columns
-        "router": (N, 5, 7),  # nothing divides: whole everywhere
+        "router": (9, 5, 7),  # nothing divides: whole everywhere
     }
     specs = {"w1": 1, "q_proj": 2, "q_b": 1, "o_proj": 2, "f_a": 1, "kv_a": 0, "latent_up": 1}
     config = OptimizerConfig(learning_rate=1e-2, muon_ns_dtype="float32")
