@@ -147,7 +147,9 @@ def rest_spec(
     return P(*(None for _ in axes))
 
 
-def shardings(tree: Any, mesh: Any, *, at_rest: bool = False, strict: bool = False) -> Any:
+def shardings(
+    tree: Any, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, *, at_rest: bool = False, strict: bool = False
+) -> Any:
     """`NamedSharding` of every parameter of a (possibly abstract) module, with the module's own structure.
 
     Args:

@@ -53,14 +53,15 @@ def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: in
 def abstract_state(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     seed: int = 0,
     *,
     fsdp: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings (on the devices of `mesh`) of a `TrainState`, without memory.
 
-    Optimizer state lies in its layout at rest, parameters do with `fsdp`; see `k3jax.sharding`.
+    Optimizer state lies in its layout at rest, parameters do with `fsdp`; see `k3jax.sharding`. `mesh` is the one that
+    is set; an abstract one will do to see what a mesh would hold (`k3jax.train.placement`).
 
     Raises:
         ConfigError: a bank of experts that `fsdp` cannot cut on this mesh.

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import relmax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 
 from k3jax.checkpoint.store import CheckpointStore, RunRecord, to_paths
-from k3jax.config import ConfigError, KDAConfig, MeshConfig, MoEConfig, RunConfig
-from k3jax.sharding import make_mesh
+from k3jax.config import ConfigError, DataConfig, KDAConfig, MeshConfig, MoEConfig, RunConfig, k3
+from k3jax.sharding import AXES, make_mesh
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state, model_part, training_part
@@ -192,3 +193,16 @@ def test_a_mesh_that_cannot_be_honoured_is_refused_with_what_is_legal():
             ConfigError, match=r"ffn/w1 \[1, 4, 16, 16\]: its axis 'expert' of 4 .*= 8.* in 1, 2, 4, or"
         ):
             abstract_state(config.model, optimizer.transform, mesh, fsdp=True)
+
+
+def test_the_released_geometry_is_laid_out_without_devices():
+    mesh = jax.sharding.AbstractMesh((1, 2, 64, 1, 1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    config = RunConfig(k3(), DataConfig(batch_size=128))
+    with jax.sharding.use_abstract_mesh(mesh):
+        optimizer = make_optimizer(config.optimizer, abstract_params(config.model), 1)
+        rows = placements(abstract_state(config.model, optimizer.transform, mesh, fsdp=True))
+    parameters = [row for row in rows if row.kind == "parameter"]
+    assert sum(row.bytes for row in parameters) == 4 * 2_779_484_393_568
+    whole = {row.tensor.split("/")[-1] for row in parameters if row.bytes_per_device == row.bytes}
+    assert whole == {"A_log"}  # 96 numbers
+    assert sum(row.bytes_per_device for row in parameters) < 1.001 * 4 * 2_779_484_393_568 / 128
