@@ -43,9 +43,10 @@ class Plan(NamedTuple):
 def copy_slots(num_experts: int, ranks: int) -> int:
     """⌈E(R − 1)/R²⌉: slots for copied experts on each rank that `plan_balanced` never runs out of (report, MoonEP).
 
-    Why: let each rank be due Q rows. The surpluses of all ranks sum to 0, and a move takes q ≤ Q rows from the largest,
-    which is at least q/(R − 1): the giver has at least Q + q/(R − 1) rows. The move takes the largest of its at most H
-    experts, and all of n but the last whole: (n − 1)/H < q/(Q + q/(R − 1)) ≤ (R − 1)/R. No rank gets two moves.
+    Why: let each rank be due Q or Q + 1 rows. The surpluses of all ranks sum to 0, and a move takes q ≤ Q + 1 rows from
+    the largest, which is at least q/(R − 1): the giver has at least Q + q/(R − 1) rows. The move takes the largest of
+    its at most H experts, and the first n − 1 of n whole, so fewer than q rows: (n − 1)/H ≤ (q − 1)/(Q + q/(R − 1)),
+    which is less than (R − 1)/R. No rank gets two moves.
     """
     return -(-num_experts * (ranks - 1) // ranks**2)
 
@@ -53,9 +54,9 @@ def copy_slots(num_experts: int, ranks: int) -> int:
 def plan_balanced(counts_RE: Array, align: int = 1) -> Plan:
     """MoonEP's plan: every rank computes the same number of rows, with at most `copy_slots` experts copied to it.
 
-    With T rows in all, ⌊T/R⌋ on each rank, and one more on the T mod R ranks that have the most at home: N·K exactly
-    when no token is padding. A rank takes copies from one other rank only, and there are at most R − 1 moves. The first
-    rows of an expert, in order of source rank and token, stay at home. Ties go to the lower rank or expert.
+    With T rows in all, ⌊T/R⌋ on each rank, and one more on the first T mod R ranks: N·K exactly when no token of the N
+    on each rank is padding. A rank takes copies from one other rank only, in one of at most R − 1 moves. The first rows
+    of an expert, in order of source rank and token, stay at home. Ties go to the lower rank or expert.
 
     Args:
         counts_RE: int32 [R, E], rows that each rank has for each expert.
@@ -107,9 +108,7 @@ def _balanced_rows(counts_RE: Array) -> Array:
     at_home_RH = jnp.sum(counts_RE, axis=0, dtype=jnp.int32).reshape(R, E // R)
     group_R = jnp.sum(at_home_RH, axis=1, dtype=jnp.int32)
     total = jnp.sum(group_R, dtype=jnp.int32)
-    # the odd rows to the largest groups: then no move is larger than what the giver is due, as `copy_slots` needs
-    place_R = jnp.argsort(jnp.argsort(-group_R, stable=True))
-    quota_R = total // R + (place_R < total % R).astype(jnp.int32)
+    due_R = total // R + (jnp.arange(R) < total % R).astype(jnp.int32)
 
     def move(_: int, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         at_home_RH, moved_RRH, surplus_R = state
@@ -124,7 +123,7 @@ def _balanced_rows(counts_RE: Array) -> Array:
 
     # zeros that vary over the mesh as the counts do
     moved_RRH = jnp.zeros((R, R, E // R), jnp.int32) + 0 * at_home_RH
-    at_home_RH, moved_RRH, _ = lax.fori_loop(0, R - 1, move, (at_home_RH, moved_RRH, group_R - quota_R))
+    at_home_RH, moved_RRH, _ = lax.fori_loop(0, R - 1, move, (at_home_RH, moved_RRH, group_R - due_R))
     return (moved_RRH + jnp.eye(R, dtype=jnp.int32)[:, :, None] * at_home_RH).reshape(R, E)
 
 
