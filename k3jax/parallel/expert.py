@@ -162,7 +162,9 @@ def _fwd(static: _Static, *args):
 
 
 def _bwd(static: _Static, residuals, d_out_NL: Array):
-    z_NL, w13, w2, weights_NK, plan, layout = residuals
+    *floats, plan, layout = residuals
+    # else the compiler may take what the forward pass received for what is to be sent again, and keep it until here
+    z_NL, w13, w2, weights_NK, d_out_NL = lax.optimization_barrier((*floats, d_out_NL))
     rows_ML, weights_M = _sent(static, z_NL, weights_NK, plan, layout)
     d_rows_ML = _rows_to_experts(static, dispatch(d_out_NL, layout), plan)
     everything = (_with_copies(static, w.astype(z_NL.dtype), plan) for w in (w13, w2))

@@ -169,6 +169,16 @@ def test_the_backward_pass_keeps_no_row_of_another_rank(x64):
     assert kept == sorted([(N, L), (N, K), (E, L, 2 * F), (E, F, L)])
 
 
+def test_what_is_sent_again_is_not_kept_by_the_compiler_instead():
+    """Both passes send the same rows, weights and experts: merged, they would live from the one to the other."""
+    args, (experts, valid) = inputs(np.float32), routing("random")
+    run = jax.jit(jax.grad(lambda args: jnp.sum(over_ranks(args, experts, valid, 4) ** 2)))
+    hlo = run.lower(args).compile().as_text()
+    forward = 1 + 2 + 2 + 1  # counts; tokens and router weights; two matrices' copies; outputs
+    backward = 2 + 2 + 1 + 2 + 2  # the same again; gradients of outputs, of tokens and router weights, of copies
+    assert hlo.count(" all-gather(") == forward + backward
+
+
 def test_slices_travel_and_return():
     """Rank 0 sends its rows 1 and 2 to rank 1 and row 0 to itself; rank 1 row 2 to rank 0."""
     size = np.zeros((2, 2, 2), np.int32)
