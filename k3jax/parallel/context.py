@@ -21,32 +21,21 @@ from jax import Array, lax
 
 from k3jax.ops.attention import attention
 from k3jax.ops.kda import kda
+from k3jax.ops.kda.segments import document_starts
 from k3jax.ops.short_conv import short_conv
 
 
 def _documents(segment_ids_BT: Array | None, axis: str) -> Array | None:
     """[R, B] bool: whether the first document of each shard goes on from before it. None: always.
 
-    As in `segments.document_starts`: padding (id 0) interrupts no document, and nothing before is no other document.
+    The first and the last id of every shard, one after the other, are a row of documents themselves.
     """
     if segment_ids_BT is None:
         return None
     real = segment_ids_BT != 0
-    length = segment_ids_BT.shape[1]
-    position = jnp.arange(length)
-
-    def id_at(i_B: Array) -> Array:
-        return jnp.take_along_axis(segment_ids_BT, jnp.clip(i_B, 0, length - 1)[:, None], axis=1)[:, 0]
-
-    any_B = jnp.any(real, axis=1)
-    first = jnp.where(any_B, id_at(jnp.argmax(real, axis=1)), 0)
-    last = jnp.where(any_B, id_at(jnp.max(jnp.where(real, position, 0), axis=1)), 0)
-    firsts, lasts = lax.all_gather((first, last), axis)
-    goes_on, before = [], jnp.zeros_like(first)
-    for first, last in zip(firsts, lasts):
-        goes_on.append((before == 0) | (first == 0) | (first == before))
-        before = jnp.where(last != 0, last, before)
-    return jnp.stack(goes_on)
+    ends_B2 = jnp.stack([jnp.argmax(real, axis=1), real.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)], axis=1)
+    ids_B2 = jnp.take_along_axis(segment_ids_BT, ends_B2, axis=1)  # of the first and the last real token; 0 without
+    return ~document_starts(lax.all_gather(ids_B2, axis, axis=1, tiled=True))[:, ::2].T
 
 
 def _folded(transitions: Array, local: Array, initial: Array, goes_on: Array | None) -> Array:

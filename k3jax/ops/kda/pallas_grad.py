@@ -40,6 +40,8 @@ from .pallas_prep import (
     LEVELS,
     LOG2_E,
     MARKS,
+    STRIP,
+    Loads,
     Tile,
     Tokens,
     block_of,
@@ -50,8 +52,6 @@ from .pallas_prep import (
     to_block_end,
 )
 from .pallas_scan import Reversed, Scanned
-
-STRIP = 64  # channels of a warpgroup
 
 
 class Gradients(NamedTuple):
@@ -158,14 +158,8 @@ def gradients(
         if marked:
             copies["marks"] = rows_g.at[:, tokens_i], s.marks
 
-        @functools.partial(team.only, 0)
-        def _():
-            for i, (source, target) in enumerate(copies.values()):
-                plgpu.copy_gmem_to_smem(source, target, full.at[i])
-
-        def arrived(*names):
-            for name in names:
-                plgpu.barrier_wait(full.at[list(copies).index(name)])
+        loads = Loads(copies, full)
+        team.only(0, loads.start)
 
         def get(ref):
             return kit.load(ref.at[:, mine]).astype(f32)
@@ -182,9 +176,9 @@ def gradients(
             return real(get(s.g)), rate_h, kit.load(s.bias.at[mine], COLUMN, optimized=False)
 
         # Gates and norms, as in `prepare`.
-        arrived("g", "beta", "bias", *["marks"] * marked)
+        loads.wait("g", "beta", "bias", *["marks"] * marked)
         put(s.g16, real(log2_gate(*gate_inputs(), how)))
-        arrived("q", "k")
+        loads.wait("q", "k")
         if how.qk_l2norm:
             for i, ref in enumerate((s.q, s.k)):
                 x = real(get(ref))
@@ -192,7 +186,7 @@ def gradients(
 
         # X, and what each token's own V' says about its β.
         beta = team.row_vector(s.beta)
-        arrived("t", "x", "v")
+        loads.wait("t", "x", "v")
         x = kit.mm(wide, (kit.t(s.t), s.x.at[:, mine]))
         kit.all_warps()
         put(s.x, x)
@@ -214,7 +208,7 @@ def gradients(
             return real(get(s.k)) * norm_k
 
         # Scores.
-        arrived("d_o", "states", "d_states", "decay")
+        loads.wait("d_o", "states", "d_states", "decay")
         r, c = team.indices(share, wg * share)
         before = team.allowed(r > c, wg * share)
         d_a = kit.mm((CHUNK, share), (s.d_o, kit.t(s.v.at[part])))

@@ -51,7 +51,7 @@ ANCHOR = -58  # log2
 # that it alone reads, `Kit.all_warps` stands between a product and the first write to its operands, and a commit
 # wherever one warp reads what another wrote.
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-STRIP = 64  # channels that a warpgroup handles at a time
+STRIP = 64  # channels that a warpgroup handles at a time; in `gradients`, all that it has
 MARKS = 5  # rows of `Tokens.rows`
 
 
@@ -106,14 +106,19 @@ def is_odd(i: jax.Array) -> jax.Array:
     return (i & 1) == 1
 
 
+def same_block(shift):
+    """Mask of the tokens of the row's block of 2^shift tokens."""
+    return lambda r, c: block_of(r, shift) == block_of(c, shift)
+
+
 def since_block(shift):
     """Mask of the tokens from the start of the row's block of 2^shift tokens to the row, inclusive."""
-    return lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (r >= c)
+    return lambda r, c: same_block(shift)(r, c) & (r >= c)
 
 
 def to_block_end(shift):
     """Mask of the tokens after the row, to the end of its block."""
-    return lambda r, c: (block_of(r, shift) == block_of(c, shift)) & (c > r)
+    return lambda r, c: same_block(shift)(r, c) & (c > r)
 
 
 def other_block(shift):
@@ -124,6 +129,21 @@ def other_block(shift):
 def level_pairs(shift):
     """Mask of the (row, column) pairs of a level."""
     return lambda r, c: is_odd(block_of(r, shift)) & (block_of(c, shift) + 1 == block_of(r, shift))
+
+
+class Loads:
+    """Copies into shared memory, (source, target) by the name under which each is waited for."""
+
+    def __init__(self, copies: dict[str, tuple[Any, Any]], barriers):
+        self._copies, self._barriers = copies, barriers
+
+    def start(self) -> None:
+        for i, (source, target) in enumerate(self._copies.values()):
+            plgpu.copy_gmem_to_smem(source, target, self._barriers.at[i])
+
+    def wait(self, *names: str) -> None:
+        for name in names:
+            plgpu.barrier_wait(self._barriers.at[list(self._copies).index(name)])
 
 
 class Tile:
@@ -246,15 +266,11 @@ def prepare(
         }
         if marked:
             copies["marks"] = rows_g.at[:, tokens_i], small["marks"]
-        for i, (source, target) in enumerate(copies.values()):
-            plgpu.copy_gmem_to_smem(source, target, full.at[i])
-
-        def arrived(*names):
-            for name in names:
-                plgpu.barrier_wait(full.at[list(copies).index(name)])
+        loads = Loads(copies, full)
+        loads.start()
 
         # Gates.
-        arrived("g", *small)
+        loads.wait("g", *small)
         rate_h = None if how.gate == "none" else rate_g[h]
         for at in strips:
             bias_v = None if how.gate == "none" else kit.load(small["bias"].at[at], COLUMN, optimized=False)
@@ -284,7 +300,7 @@ def prepare(
             squares = jnp.sum(jnp.where(r == c, kit.mm(square, (ref, kit.t(ref))), 0.0), axis=1)
             return kit.along_rows(lax.rsqrt(squares + L2_EPS), strip)
 
-        arrived("q", "k")
+        loads.wait("q", "k")
         norm_q, norm_k = norm(qs) * how.scale, norm(ks)
         kit.all_warps()
         itself = []
@@ -308,11 +324,10 @@ def prepare(
         if bounded:
             sq, sk = scores()
             r, c = tile.indices()
-            same = tile.allowed(block_of(r, TILE) == block_of(c, TILE))
+            same = tile.allowed(same_block(TILE)(r, c))
             a, m = jnp.where(same & (r >= c), sq, 0.0) * 2.0**-ANCHOR, jnp.where(same & (r > c), sk, 0.0) * 2.0**-ANCHOR
             for at in strips:
-                total = sums(lambda r, c: block_of(r, TILE) == block_of(c, TILE), at)
-                times(xs, at, jnp.exp2(total - ANCHOR))
+                times(xs, at, jnp.exp2(sums(same_block(TILE), at) - ANCHOR))
             plgpu.commit_smem()
         else:
             r, c = tile.indices()
@@ -346,11 +361,10 @@ def prepare(
                     put(ref, at, tile.flagged(get(ref, at), flag))
 
         # Decay over the chunk: with channels as rows it is one value a row.
-        for i in range(0, dim, 64):
-            channels = pl.ds(i, 64)
-            total = kit.mm((64, 8), (kit.t(g16.at[:, channels]), kit.t(ones.at[pl.ds(0, 8)])))
+        for at in strips:
+            total = kit.mm((STRIP, 8), (kit.t(g16.at[:, at]), kit.t(ones.at[pl.ds(0, 8)])))
             decay = jnp.exp2(jnp.max(total, axis=1))
-            decay_g[h, tile_i, channels] = decay * keeps_g[tile_i] if marked else decay
+            decay_g[h, tile_i, at] = decay * keeps_g[tile_i] if marked else decay
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(qs, qo_g.at[h, tokens_i])
         plgpu.copy_smem_to_gmem(xs, ko_g.at[h, tokens_i])
@@ -359,7 +373,7 @@ def prepare(
         # T, and with it W and U.
         t = inverse(kit, m, zero, work, work2).astype(bf16)
         kit.store(t_s, t)
-        arrived("v")
+        loads.wait("v")
         for at in strips:
             put(vs, at, tile.real(get(vs, at)) * kit.along_rows(beta, strip))
         plgpu.commit_smem()
