@@ -23,14 +23,12 @@ import numpy as np
 import tyro
 
 from benchmarks.common import write_results
+from benchmarks.train_step import set_up
 from k3jax.config import RunConfig
-from k3jax.data.loader import open_data
 from k3jax.sharding import make_mesh
 from k3jax.train.config_file import load_config
-from k3jax.train.optimizer import make_optimizer
 from k3jax.train.report import implementations
-from k3jax.train.state import abstract_params, create_state
-from k3jax.train.step import compiler_options, make_train_step, place_batch
+from k3jax.train.step import place_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +67,7 @@ def losses(config: RunConfig) -> np.ndarray:
     """Of every step, from the seed of the configuration."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        data = open_data(config.data, config.model.vocab_size)
-        optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
-        state = create_state(config.model, optimizer.transform, mesh, config.train.seed)
-        train_step = make_train_step(config, optimizer, data.tokenizer.token_bytes)
-        step = jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(mesh))
+        data, state, step = set_up(config, mesh)
         curve = []
         with data.train_loader() as loader:
             for _ in range(config.train.steps):

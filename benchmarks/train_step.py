@@ -31,7 +31,7 @@ import tyro
 
 from benchmarks.common import write_results
 from k3jax.config import OptimizerConfig, RunConfig
-from k3jax.data.loader import open_data
+from k3jax.data.loader import TextData, open_data
 from k3jax.model import moe
 from k3jax.sharding import make_mesh
 from k3jax.train import flops
@@ -39,7 +39,7 @@ from k3jax.train import step as step_module
 from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import Optimizer, make_optimizer, make_schedule
 from k3jax.train.report import implementations
-from k3jax.train.state import abstract_params, create_state
+from k3jax.train.state import TrainState, abstract_params, create_state
 from k3jax.train.step import compiler_options, make_train_step, place_batch
 
 Mechanism = Literal["attn_res", "muon", "balancing"]
@@ -167,6 +167,20 @@ def leave_out(config: RunConfig, mechanism: Mechanism | None) -> RunConfig:
     return config
 
 
+def set_up(
+    config: RunConfig, mesh: jax.sharding.Mesh, *, muon: bool = True, triton: bool = False
+) -> tuple[TextData, TrainState, Any]:
+    """Data, a fresh state, and the jitted step as training runs it; called with the mesh set."""
+    data = open_data(config.data, config.model.vocab_size)
+    optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+    if not muon:
+        optimizer = adamw(config.optimizer, config.train.steps, optimizer.groups)
+    state = create_state(config.model, optimizer.transform, mesh, config.train.seed, fsdp=config.mesh.fsdp)
+    train_step = make_train_step(config, optimizer, data.tokenizer.token_bytes)
+    options = None if triton else compiler_options(mesh)
+    return data, state, jax.jit(train_step, donate_argnums=0, compiler_options=options)
+
+
 def run(arguments: Arguments) -> None:
     config, device = leave_out(arguments.config, arguments.without), jax.devices()[0]
     print(f"device {device.device_kind} × {jax.device_count()}, jax {jax.__version__}")
@@ -175,16 +189,7 @@ def run(arguments: Arguments) -> None:
     print("; ".join(f"{op}: {name}" for op, name in implementations(config).items()))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        data = open_data(config.data, config.model.vocab_size)
-        optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
-        if arguments.without == "muon":
-            optimizer = adamw(config.optimizer, config.train.steps, optimizer.groups)
-        state = create_state(config.model, optimizer.transform, mesh, config.train.seed, fsdp=config.mesh.fsdp)
-        step = jax.jit(
-            make_train_step(config, optimizer, data.tokenizer.token_bytes),
-            donate_argnums=0,
-            compiler_options=None if arguments.triton else compiler_options(mesh),
-        )
+        data, state, step = set_up(config, mesh, muon=arguments.without != "muon", triton=arguments.triton)
         with data.train_loader() as loader:
             batches = [place_batch(next(loader), config.train.accumulation, mesh) for _ in range(8)]
         begin = time.perf_counter()
