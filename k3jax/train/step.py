@@ -25,9 +25,9 @@ from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3
 from k3jax.model.plan import plan_layers
 from k3jax.ops.common import sharding_of
-from k3jax.ops.cross_entropy import linear_cross_entropy
+from k3jax.ops.cross_entropy import LossAux, linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
-from k3jax.sharding import gathered, spec, to_rest
+from k3jax.sharding import all_sum, axes_of, gathered, island, layout, spec, to_rest, whole_sequence
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
 from k3jax.train.state import TrainState
 
@@ -56,8 +56,8 @@ class Sums:
 
 
 def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
-    """A host batch [M·B, T] as device arrays [M, B, T], sequences sharded over the batch axes of the mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "sequence")))
+    """A host batch [M·B, T] as device arrays [M, B, T], rows sharded over data × expert, time over context."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "time")))
 
     def place(x: np.ndarray) -> jax.Array:
         micro = x.reshape(accumulation, -1, *x.shape[1:])
@@ -73,7 +73,7 @@ def abstract_batch(config: RunConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.
         config.data.batch_size // config.train.accumulation,
         config.data.sequence_length,
     )
-    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "sequence")))
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "time")))
     types = dict.fromkeys(DEVICE_KEYS, jnp.int32) | {"loss_mask": jnp.bool_}
     return {key: jax.ShapeDtypeStruct(shape, types[key], sharding=sharding) for key in DEVICE_KEYS}
 
@@ -91,14 +91,21 @@ def _forward(
         histogram=train,
     )
     with jax.named_scope("head"):
-        loss, terms = linear_cross_entropy(
-            x_BTD,
-            gathered(params.lm_head)[...],
-            batch["targets"],
-            batch["loss_mask"],
-            chunk=config.train.loss_chunk,
-            z_loss=config.train.z_loss if train else 0.0,
-        )
+        x_BTD, lm_head = whole_sequence(x_BTD), gathered(params.lm_head)[...]
+        tokens, vocabulary = axes_of(x_BTD), axes_of(lm_head)
+
+        def shard(*args: jax.Array) -> tuple[jax.Array, LossAux]:
+            total, aux = linear_cross_entropy(
+                *args,
+                chunk=config.train.loss_chunk,
+                z_loss=config.train.z_loss if train else 0.0,
+                vocab_axis=vocabulary[0] if vocabulary else None,
+            )
+            count, z_sum = (all_sum(a, tokens) for a in (aux.tokens, aux.z_sum))
+            return all_sum(total, tokens), LossAux(count, z_sum, aux.token_loss_BT)
+
+        out = (PartitionSpec(), LossAux(PartitionSpec(), PartitionSpec(), PartitionSpec(*layout(x_BTD)[:2])))
+        loss, terms = island(shard, x_BTD, lm_head, batch["targets"], batch["loss_mask"], out=out)
     counts = batch["loss_mask"].astype(jnp.int32)
     sums = Sums(
         loss=loss,
@@ -114,7 +121,7 @@ def _forward(
 
 
 def _lookup(table_V: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    return table_V.at[ids_BT].get(out_sharding=spec("batch", "sequence"))
+    return table_V.at[ids_BT].get(out_sharding=spec("batch", "time"))
 
 
 def _accumulate(fn: Callable[[Batch], tuple[Any, Sums]], batches: Batch) -> tuple[Any, Sums]:
