@@ -1,5 +1,7 @@
 """The short convolution against its definition, token by token."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,15 +107,36 @@ def test_kernels_match_plain_jax(T, dtype, documents):
         assert np.linalg.norm(a - b) <= (1e-6 if dtype == jnp.float32 else 3e-3) * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_kernels_lower_for_a_gpu(documents):
-    u, weight, ids, d_y = kernel_arguments(200, jnp.bfloat16, documents, H=2)
+def reads_of_shared_tiles(module):
+    """(first row, rows of the tile's inner tile, whether it is swizzled) for every read of rows of a shared tile."""
+    reads = []
+    for line in module.splitlines():
+        rows = re.search(
+            r"memref<\d+x(\d+)x\w+, strided<\[\d+, 1\](?:, offset: (\d+))?>, #gpu.address_space<work", line
+        )
+        if "mosaic_gpu.vector_load" in line and rows:
+            inner = re.search(r"#mosaic_gpu.tile<\[(\d+), \d+\]>", line)
+            swizzled = "#mosaic_gpu.swizzle" in line
+            reads.append((int(rows[2] or 0) // int(rows[1]), int(inner[1]) if inner else 1, swizzled))
+    return reads
+
+
+@pytest.mark.parametrize(("dtype", "documents"), [("bfloat16", True), ("bfloat16", False), ("float32", True)])
+def test_kernels_lower_for_a_gpu_and_read_no_swizzled_tile_of_few_rows(dtype, documents, monkeypatch, tmp_path):
+    """A copy swizzles by address and a read by row of the inner tile, which differ where that has less than 8 rows."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    u, weight, ids, d_y = kernel_arguments(200, dtype, documents, H=2)
 
     def both(u, weight, d_y):
         return short_conv_gpu.forward(u, weight, ids), short_conv_gpu.backward(u, weight, ids, d_y)
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         jax.jit(both).trace(u, weight, d_y).lower(lowering_platforms=("cuda",))
+    for kernel in ("forward", "backward"):
+        (path,) = tmp_path.glob(f"{kernel}_*.after_layout_inference.txt")
+        reads = reads_of_shared_tiles(path.read_text())
+        assert {row % 8 for row, _, _ in reads} >= {0, 5, 6, 7}  # it is the tiles of u that were found
+        assert not [read for read in reads if read[2] and read[1] < 8]
 
 
 def test_the_kernels_run_unasked_where_they_can(monkeypatch):
