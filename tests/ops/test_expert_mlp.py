@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_rows_close, wide_copy
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -32,9 +33,10 @@ def dense(z, w13, w2, weights, experts, valid):
     return jnp.einsum("ne,nef,efl->nl", p_NE, situ_glu(gate, up), w2)
 
 
-def grouped(z, w13, w2, weights, experts, valid, name, tiling=INTERPRET):
-    options = ExpertOptions(4.0, 25.0, ALIGN[name], name, tiling)
-    layout = group_layout(experts, jnp.broadcast_to(valid[:, None], experts.shape), w2.shape[0], ALIGN[name])
+def grouped(z, w13, w2, weights, experts, valid, name, tiling=INTERPRET, align=None):
+    align = align or ALIGN[name]
+    options = ExpertOptions(4.0, 25.0, align, name, tiling)
+    layout = group_layout(experts, jnp.broadcast_to(valid[:, None], experts.shape), w2.shape[0], align)
     return expert_mlp(z, w13, w2, weights, layout, options)
 
 
@@ -63,6 +65,27 @@ def test_the_kernels_form_the_same_layer_within_bfloat16():
     for a, b, like in zip(got, want, (args[0], *args)):
         assert a.dtype == like.dtype
         assert jnp.linalg.norm(a.astype(jnp.float32) - b) < 8e-3 * jnp.linalg.norm(b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "E", "L", "F"), [(500, 3, 7, 256, 384), (1024, 4, 16, 768, 512), (11, 1, 4, 128, 128)]
+)
+def test_the_kernels_form_the_same_layer_on_a_gpu(N, K, E, L, F, align):
+    experts, valid, args = make(8, N, K, E, L, F, jnp.bfloat16)
+    experts[np.isin(experts, (0, E // 2, E - 1))] = 1  # which leaves three groups empty
+    d_out = jnp.asarray(np.random.default_rng(9).standard_normal(args[0].shape), jnp.bfloat16)
+    layer = partial(grouped, experts=experts, valid=valid, name="pallas", tiling=Tiling(), align=align)
+    got = jax.jit(partial(value_and_grads, layer))(args, d_out)
+    with jax.enable_x64(True):
+        exact = partial(value_and_grads, partial(dense, experts=experts, valid=valid))
+        want = jax.tree.map(np.asarray, jax.jit(exact)(wide_copy(args), wide_copy(d_out)))
+    for name, a, b, like in zip(("y", "d_z", "d_w13", "d_w2", "d_weights"), got, want, (args[0], *args)):
+        assert a.dtype == like.dtype
+        # rows are tokens, experts' matrices, or the k-th weight of all tokens
+        rows = np.transpose if name == "d_weights" else lambda x: np.reshape(x, (len(x), -1))
+        assert_rows_close(rows(a), rows(b), 4e-3, name)
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -76,6 +76,18 @@ def test_kernels_match_a_loop_over_experts_and_ignore_poisoned_tails(split):
     assert np.all(dw[np.asarray(sizes) == 0] == 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(128, 6), Tiling(largest_first=True)], ids=str)
+@pytest.mark.parametrize("split", SPLITS)
+def test_compiled_kernels_match_a_loop_over_experts(split, tiling):
+    sizes, rows = SPLITS[split]
+    x, w, dy = make(1, sizes, rows)
+    y, dx, dw = got = products(x, w, np.asarray(sizes, np.int32), dy, tiling)
+    assert_groups_match(got, dense(x, w, sizes, dy), sizes, 2**-8)
+    for rest in (y[sum(sizes) :], dx[sum(sizes) :], dw[np.asarray(sizes) == 0]):
+        assert not np.asarray(rest).any()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_splits(seed):
     rng = np.random.default_rng(seed)
