@@ -34,8 +34,7 @@ from k3jax.config import MoEConfig, proxy
 from k3jax.model.mlp import MLP
 from k3jax.model.moe import LatentMoE
 from k3jax.ops.grouped_matmul import ExpertOptions, Tiling, expert_mlp, group_layout, grouped_matmul, mosaic, ragged
-from k3jax.ops.grouped_matmul.gather import gather_rows, sum_rows
-from k3jax.ops.grouped_matmul.glu import Glu, glu_gradient
+from k3jax.ops.grouped_matmul.glu import Glu
 from k3jax.ops.grouped_matmul.layout import rows_at
 from k3jax.ops.quantile_balancing import qb_histogram
 from k3jax.ops.router import route, router_logits
@@ -196,37 +195,17 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     add("route", pick, logits, bias, positions)
     add("route gradient", jax.grad(lambda l: jnp.sum(pick(l, bias, positions).weights_NK ** 2)), logits)
     add("group_layout", partial(group_layout, num_experts=E, align=8), experts, valid)
-    rows, dy = random(3, M, L), random(4, M, L)
+    rows = random(3, M, L)
     gate, up = random(5, M, F), random(6, M, F)
     w13, w2 = random(7, E, L, 2 * F) / L**0.5, random(8, E, F, L) / F**0.5
-    interpret, moved = tiling.interpret, 2 * (M + N) * L
-    add(
-        "gather of tokens, TMA copies",
-        lambda z, s: gather_rows(z, s // K, interpret),
-        z,
-        layout.slot_of_row,
-        bytes=moved,
-    )
-    add("gather of tokens, XLA", lambda z, s: rows_at(z, s // K), z, layout.slot_of_row, bytes=moved)
+    moved = 2 * (M + N) * L
+    add("gather of tokens", lambda z, s: rows_at(z, s // K), z, layout.slot_of_row, bytes=moved)
 
     def sum_of_slots(y, rows_of):
         return reduce(jnp.add, [rows_at(y, rows_of[:, k]).astype(jnp.float32) for k in range(K)]).astype(y.dtype)
 
-    add(
-        "sum over a token's rows, TMA copies",
-        partial(sum_rows, interpret=interpret),
-        rows,
-        layout.row_of_NK,
-        bytes=moved,
-    )
-    add("sum over a token's rows, XLA", sum_of_slots, rows, layout.row_of_NK, bytes=moved)
+    add("sum over a token's rows", sum_of_slots, rows, layout.row_of_NK, bytes=moved)
     scale, tiles = random(9, M, dtype=jnp.float32), ragged.row_tiles(layout.group_sizes_E, M)
-
-    def gradient(x, dy, w13, w2, tiles, scale):
-        return glu_gradient(x, dy, w13, w2, tiles, Glu(scale, 4.0, 25.0), tiling=tiling)
-
-    flops, moved = 6 * M * L * F, 2 * M * (2 * L + 3 * F)
-    add("gate, up, d_hidden and SiTU backward", gradient, rows, dy, w13, w2, tiles, scale, flops=flops, bytes=moved)
     both = {"flops": 4 * M * L * F, "bytes": 2 * M * (L + 2 * F)}
     multiply = partial(mosaic.rows_times_matrices, tiling=tiling)
     glu = lambda x, w, t, s: multiply(x, w, t, glu=Glu(s, 4.0, 25.0))  # noqa: E731
@@ -235,13 +214,11 @@ def layer_parts(table: Table, N: int, K: int, E: int, L: int, F: int, tiling: Ti
     pair = lambda x, g, u, s: mosaic.outer_products(x, (g, u), s, tiling=tiling)  # noqa: E731
     add("dw of gate and up", pair, rows, gate, up, layout.group_sizes_E, **both)
     flops = 6 * M * L * F
-    for name in ("", "fused_gradient", "row_copies"):
-        options = ExpertOptions(4.0, 25.0, 8, "pallas", tiling, **({name: True} if name else {}))
-        apply = lambda z, w13, w2, p, options=options: expert_mlp(z, w13, w2, p, layout, options)  # noqa: E731
-        grad = jax.grad(lambda *args, apply=apply: jnp.sum(apply(*args) ** 2), (0, 1, 2, 3))
-        tag = f"expert_mlp {name}".strip()
-        add(f"{tag} forward", apply, z, w13, w2, weights, flops=flops)
-        add(f"{tag} forward and backward", grad, z, w13, w2, weights, flops=3 * flops + flops * 2 / 3)
+    options = ExpertOptions(4.0, 25.0, 8, "pallas", tiling)
+    apply = lambda z, w13, w2, p: expert_mlp(z, w13, w2, p, layout, options)  # noqa: E731
+    grad = jax.grad(lambda *args: jnp.sum(apply(*args) ** 2), (0, 1, 2, 3))
+    add("expert_mlp forward", apply, z, w13, w2, weights, flops=flops)
+    add("expert_mlp forward and backward", grad, z, w13, w2, weights, flops=3 * flops + flops * 2 / 3)
 
 
 def whole_layer(table: Table, B: int, T: int, config: Any, names: tuple[str, ...]) -> None:

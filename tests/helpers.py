@@ -28,6 +28,22 @@ def relmax(a: Any, b: Any) -> float:
     return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
 
 
+def assert_rows_close(got: Any, want: Any, tolerance: float, name: str = "") -> None:
+    """Relative L2 of the whole, and within twice that of every row (the last axis), which could hide in the whole."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (name, got.shape, want.shape)
+    errors, sizes = (np.linalg.norm(a, axis=-1) for a in (got - want, want))
+    whole = np.linalg.norm(errors) / max(np.linalg.norm(sizes), 1e-30)
+    assert whole <= tolerance, f"{name}: relative L2 error {whole:.1e}"
+    worst = np.max(errors / np.maximum(sizes, 1e-30))
+    assert worst <= 2 * tolerance, f"{name}: relative L2 error {worst:.1e} in a row"
+
+
+def wide_copy(tree: Any) -> Any:
+    """float64 copies of all floating arrays; to be made and used under `jax.enable_x64`."""
+    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
 def micro(**overrides: Any) -> ModelConfig:
     """Every mechanism of K3 in five small layers: KDA + dense, KDA, KDA | MLA, MLA."""
     values: dict[str, Any] = {

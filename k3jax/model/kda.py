@@ -154,12 +154,13 @@ class KDA(nnx.Module):
         """Prefill of more than one token from a cache of state and convolution tails."""
         q, k, v, g, beta, segment_ids = data
         new: KDACache = {}
-        convolved = []
+        convolved: list[jax.Array] = []
         for name, u, w in zip(TAILS, (q, k, v), taps):
             convolved.append(short_conv(u, w, segment_ids, cache[name], beside_kda(self.config.kda)))
             new[name] = conv_tail(u, w.shape[-1], segment_ids, cache[name])
         options = self._options(gates) | {"segment_ids": segment_ids}
-        o, new["state"] = kda(*convolved, g, beta, initial_state=cache["state"], return_final_state=True, **options)
+        q, k, v = convolved
+        o, new["state"] = kda(q, k, v, g, beta, initial_state=cache["state"], return_final_state=True, **options)
         return o, new
 
 

@@ -25,7 +25,7 @@ from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3
 from k3jax.model.plan import plan_layers
 from k3jax.ops.common import sharding_of
-from k3jax.ops.cross_entropy import LossAux, linear_cross_entropy
+from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import all_sum, axes_of, gathered, island, layout, spec, to_rest, whole_sequence
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
@@ -94,23 +94,22 @@ def _forward(
         x_BTD, lm_head = whole_sequence(x_BTD), gathered(params.lm_head)[...]
         tokens, vocabulary = axes_of(x_BTD), axes_of(lm_head)
 
-        def shard(*args: jax.Array) -> tuple[jax.Array, LossAux]:
+        def shard(*args: jax.Array) -> tuple[jax.Array, ...]:
             total, aux = linear_cross_entropy(
                 *args,
                 chunk=config.train.loss_chunk,
                 z_loss=config.train.z_loss if train else 0.0,
                 vocab_axis=vocabulary[0] if vocabulary else None,
             )
-            count, z_sum = (all_sum(a, tokens) for a in (aux.tokens, aux.z_sum))
-            return all_sum(total, tokens), LossAux(count, z_sum, aux.token_loss_BT)
+            return all_sum(total, tokens), all_sum(aux.z_sum, tokens), aux.token_loss_BT
 
-        out = (PartitionSpec(), LossAux(PartitionSpec(), PartitionSpec(), PartitionSpec(*layout(x_BTD)[:2])))
-        loss, terms = island(shard, x_BTD, lm_head, batch["targets"], batch["loss_mask"], out=out)
+        out = (PartitionSpec(), PartitionSpec(), PartitionSpec(*layout(x_BTD)[:2]))
+        loss, z_sum, nll_BT = island(shard, x_BTD, lm_head, batch["targets"], batch["loss_mask"], out=out)
     counts = batch["loss_mask"].astype(jnp.int32)
     sums = Sums(
         loss=loss,
-        cross_entropy=terms.token_loss_BT.sum(),
-        z_loss=terms.z_sum,
+        cross_entropy=nll_BT.sum(),
+        z_loss=z_sum,
         tokens=counts.sum(),
         bytes=(counts * _lookup(token_bytes, batch["targets"])).sum(),
         load=aux.load,

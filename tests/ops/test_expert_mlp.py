@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_rows_close, wide_copy
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -32,9 +33,10 @@ def dense(z, w13, w2, weights, experts, valid):
     return jnp.einsum("ne,nef,efl->nl", p_NE, situ_glu(gate, up), w2)
 
 
-def grouped(z, w13, w2, weights, experts, valid, name, tiling=INTERPRET, **switches):
-    options = ExpertOptions(4.0, 25.0, ALIGN[name], name, tiling, **switches)
-    layout = group_layout(experts, jnp.broadcast_to(valid[:, None], experts.shape), w2.shape[0], ALIGN[name])
+def grouped(z, w13, w2, weights, experts, valid, name, tiling=INTERPRET, align=None):
+    align = align or ALIGN[name]
+    options = ExpertOptions(4.0, 25.0, align, name, tiling)
+    layout = group_layout(experts, jnp.broadcast_to(valid[:, None], experts.shape), w2.shape[0], align)
     return expert_mlp(z, w13, w2, weights, layout, options)
 
 
@@ -53,11 +55,10 @@ def test_experts_equal_the_dense_mixture(x64, name):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("switches", [{}, {"fused_gradient": True}, {"row_copies": True}], ids=str)
-def test_the_kernels_form_the_same_layer_within_bfloat16(switches):
+def test_the_kernels_form_the_same_layer_within_bfloat16():
     experts, valid, args = make(3, 16, 2, 3, 128, 128, jnp.bfloat16)
     d_out = jnp.asarray(np.random.default_rng(4).standard_normal(args[0].shape), jnp.bfloat16)
-    layer = partial(grouped, experts=experts, valid=valid, name="pallas", **switches)
+    layer = partial(grouped, experts=experts, valid=valid, name="pallas")
     got = jax.jit(partial(value_and_grads, layer))(args, d_out)
     exact = [jnp.asarray(a, jnp.float32) for a in args]
     want = value_and_grads(partial(dense, experts=experts, valid=valid), exact, d_out)
@@ -66,18 +67,32 @@ def test_the_kernels_form_the_same_layer_within_bfloat16(switches):
         assert jnp.linalg.norm(a.astype(jnp.float32) - b) < 8e-3 * jnp.linalg.norm(b)
 
 
-# forward: two; backward: the first again, dx of the second, dw of both, dx of the first
-# fused, the second and third are one; row copies are a gather and a sum, two gathers and a sum
+@pytest.mark.gpu
+@pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize(
-    ("switches", "kernels"),
-    [({}, 2 + 5), ({"fused_gradient": True}, 2 + 4), ({"row_copies": True}, 2 + 2 + 5 + 3)],
-    ids=["products", "fused gradient", "row copies"],
+    ("N", "K", "E", "L", "F"), [(500, 3, 7, 256, 384), (1024, 4, 16, 768, 512), (11, 1, 4, 128, 128)]
 )
+def test_the_kernels_form_the_same_layer_on_a_gpu(N, K, E, L, F, align):
+    experts, valid, args = make(8, N, K, E, L, F, jnp.bfloat16)
+    experts[np.isin(experts, (0, E // 2, E - 1))] = 1  # which leaves three groups empty
+    d_out = jnp.asarray(np.random.default_rng(9).standard_normal(args[0].shape), jnp.bfloat16)
+    layer = partial(grouped, experts=experts, valid=valid, name="pallas", tiling=Tiling(), align=align)
+    got = jax.jit(partial(value_and_grads, layer))(args, d_out)
+    with jax.enable_x64(True):
+        exact = partial(value_and_grads, partial(dense, experts=experts, valid=valid))
+        want = jax.tree.map(np.asarray, jax.jit(exact)(wide_copy(args), wide_copy(d_out)))
+    for name, a, b, like in zip(("y", "d_z", "d_w13", "d_w2", "d_weights"), got, want, (args[0], *args)):
+        assert a.dtype == like.dtype
+        # rows are tokens, experts' matrices, or the k-th weight of all tokens
+        rows = np.transpose if name == "d_weights" else lambda x: np.reshape(x, (len(x), -1))
+        assert_rows_close(rows(a), rows(b), 4e-3, name)
+
+
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_backward_pass_repeats_nothing_but_the_first_product(monkeypatch, remat, switches, kernels):
+def test_the_backward_pass_repeats_nothing_but_the_first_product(monkeypatch, remat):
     monkeypatch.setattr(mosaic, "why_not_here", lambda: None)
     experts, valid, args = make(5, 24, 2, 5, 128, 128, jnp.bfloat16)
-    layer = partial(grouped, experts=experts, valid=valid, name="pallas", tiling=Tiling(), **switches)
+    layer = partial(grouped, experts=experts, valid=valid, name="pallas", tiling=Tiling())
     layer = jax.checkpoint(layer, prevent_cse=False) if remat else layer
 
     def loss(*args):
@@ -85,7 +100,8 @@ def test_the_backward_pass_repeats_nothing_but_the_first_product(monkeypatch, re
 
     with jax.sharding.use_abstract_mesh(mosaic.h200_mesh()):
         lowered = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*args).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels
+    # forward: two; backward: the first again, dx of the second, dw of both, dx of the first
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 2 + 5
 
 
 @pytest.mark.parametrize("linear_beta", [25.0, None])

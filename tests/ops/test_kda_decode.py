@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_rows_close, wide_copy
 
 from k3jax.ops.kda import kda
 from k3jax.ops.kda.decode import Weights, decode_kernel, decode_reference, kda_decode
@@ -65,6 +66,30 @@ def test_two_taps_are_enough_for_the_kernel():
     y_ref, state_ref, _ = decode_reference(*args, how("lower_bound"), 1e-5)
     assert distance(y, y_ref) <= 2e-6
     assert distance(state, state_ref) <= 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+@pytest.mark.parametrize(("rows", "slots", "heads", "width"), [(3, 6, 2, 4), (32, 40, 12, 4), (5, 5, 1, 2)])
+def test_kernel_matches_the_reference_on_a_gpu(rows, slots, heads, width, dtype, state_dtype, gate):
+    args = arguments(rows, slots, heads, dtype=dtype, state_dtype=state_dtype, width=width, inactive=[1])
+    before, index = np.asarray(args[6], np.float64), np.asarray(args[8])
+    with jax.enable_x64(True):
+        want = kda_decode(*wide_copy(args), gate=gate, implementation="xla")
+        y_want, state_want, tails_want = jax.tree.map(np.asarray, want)
+    step = jax.jit(lambda *args: kda_decode(*args, gate=gate, implementation="pallas"), donate_argnums=(6, 7))
+    y, state, tails = step(*args)
+    assert (y.dtype, state.dtype) == (dtype, state_dtype)
+    for name, a, b in (("y", y, y_want), ("state", state, state_want)):
+        assert_rows_close(a, b, 1e-5 if a.dtype == jnp.float32 else 4e-3, name)
+    assert not np.asarray(y[1]).any()
+    for a, b in zip(tails, tails_want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), b)
+    untouched = np.setdiff1d(np.arange(slots), index)
+    np.testing.assert_array_equal(np.asarray(state, np.float64)[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_rows_close, wide_copy
 
 from k3jax.ops import gated_norm_gpu
 from k3jax.ops.mosaic import h200_mesh
@@ -43,6 +44,27 @@ def test_kernels_match_plain_jax(dtype, tolerance):
         assert a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")], ids=str)
+@pytest.mark.parametrize("lead", [(4, 4096, 12), (36, 2), (1000, 1)], ids=str)
+def test_kernels_match_plain_jax_on_a_gpu(lead, dtypes):
+    rng = np.random.default_rng(2)
+    x, gate, d_y = (jnp.asarray(rng.normal(size=(*lead, 128)), t) for t in (*dtypes, dtypes[1]))
+    weight = 1 + jnp.asarray(rng.normal(size=128) * 0.1, jnp.float32)
+
+    def value_and_grads(x, weight, gate, d_y, implementation):
+        y, vjp = jax.vjp(lambda *a: gated_rms_norm(*a, 1e-5, implementation), x, weight, gate)
+        return y, *vjp(d_y)
+
+    run = jax.jit(value_and_grads, static_argnames="implementation")
+    got = run(x, weight, gate, d_y, implementation="pallas")
+    with jax.enable_x64(True):
+        want = run(*wide_copy((x, weight, gate, d_y)), implementation="xla")
+    for name, a, b, like in zip(("y", "d_x", "d_weight", "d_gate"), got, want, (gate, x, weight, gate), strict=True):
+        assert a.dtype == like.dtype
+        assert_rows_close(a, b, 1e-5 if a.dtype == jnp.float32 else 4e-3, name)
 
 
 def test_kernels_lower_for_a_gpu():

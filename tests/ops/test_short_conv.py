@@ -1,9 +1,12 @@
 """The short convolution against its definition, token by token."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_rows_close, wide_copy
 
 from k3jax.ops import short_conv_gpu
 from k3jax.ops.mosaic import h200_mesh
@@ -83,11 +86,11 @@ def test_bfloat16_gradients_round_once_or_twice():
         assert jnp.linalg.norm(low.astype(jnp.float32) - full) <= 4e-3 * jnp.linalg.norm(full)
 
 
-def kernel_arguments(T, dtype, documents, H=1):
+def kernel_arguments(T, dtype, documents, H=1, B=2):
     rng = np.random.default_rng(T)
-    u, d_y = (jnp.asarray(rng.normal(size=(2, T, H, 128)), dtype) for _ in range(2))
+    u, d_y = (jnp.asarray(rng.normal(size=(B, T, H, 128)), dtype) for _ in range(2))
     weight = jnp.asarray(rng.normal(size=(H, 128, 4)), jnp.float32)
-    ids = np.cumsum(rng.random((2, T)) < 0.1, axis=1) * (rng.random((2, T)) < 0.95)
+    ids = np.cumsum(rng.random((B, T)) < 0.1, axis=1) * (rng.random((B, T)) < 0.95)
     return u, weight, jnp.asarray(ids, jnp.int32) if documents else None, d_y
 
 
@@ -105,15 +108,57 @@ def test_kernels_match_plain_jax(T, dtype, documents):
         assert np.linalg.norm(a - b) <= (1e-6 if dtype == jnp.float32 else 3e-3) * np.linalg.norm(b)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
-def test_kernels_lower_for_a_gpu(documents):
-    u, weight, ids, d_y = kernel_arguments(200, jnp.bfloat16, documents, H=2)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-3)])
+@pytest.mark.parametrize(("B", "T", "H"), [(4, 4096, 12), (3, 136, 1), (2, 1000, 3), (1, 88, 2)])
+def test_kernels_match_plain_jax_on_a_gpu(B, T, H, dtype, tolerance, documents):
+    u, weight, ids, d_y = kernel_arguments(T, dtype, documents, H, B)
+
+    def value_and_grads(u, weight, d_y, implementation):
+        y, vjp = jax.vjp(lambda u, w: short_conv(u, w, ids, implementation=implementation), u, weight)
+        return y, *vjp(d_y)
+
+    run = jax.jit(value_and_grads, static_argnames="implementation")
+    got = run(u, weight, d_y, implementation="pallas")
+    with jax.enable_x64(True):
+        want = run(*wide_copy((u, weight, d_y)), implementation="xla")
+    for name, a, b, like in zip(("y", "d_u", "d_weight"), got, want, (u, u, weight), strict=True):
+        assert a.dtype == like.dtype
+        by_channel = (lambda x: np.swapaxes(x, -1, -2)) if name == "d_weight" else np.asarray
+        assert_rows_close(by_channel(a), by_channel(b), tolerance, name)
+
+
+def reads_of_shared_tiles(module):
+    """(first row, rows of the tile's inner tile, whether it is swizzled) for every read of rows of a shared tile."""
+    reads = []
+    for line in module.splitlines():
+        rows = re.search(
+            r"memref<\d+x(\d+)x\w+, strided<\[\d+, 1\](?:, offset: (\d+))?>, #gpu.address_space<work", line
+        )
+        if "mosaic_gpu.vector_load" in line and rows:
+            inner = re.search(r"#mosaic_gpu.tile<\[(\d+), \d+\]>", line)
+            swizzled = "#mosaic_gpu.swizzle" in line
+            reads.append((int(rows[2] or 0) // int(rows[1]), int(inner[1]) if inner else 1, swizzled))
+    return reads
+
+
+@pytest.mark.parametrize(("dtype", "documents"), [("bfloat16", True), ("bfloat16", False), ("float32", True)])
+def test_kernels_lower_for_a_gpu_and_read_no_swizzled_tile_of_few_rows(dtype, documents, monkeypatch, tmp_path):
+    """A copy swizzles by address and a read by row of the inner tile, which differ where that has less than 8 rows."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    u, weight, ids, d_y = kernel_arguments(200, dtype, documents, H=2)
 
     def both(u, weight, d_y):
         return short_conv_gpu.forward(u, weight, ids), short_conv_gpu.backward(u, weight, ids, d_y)
 
     with jax.sharding.use_abstract_mesh(h200_mesh()):
         jax.jit(both).trace(u, weight, d_y).lower(lowering_platforms=("cuda",))
+    for kernel in ("forward", "backward"):
+        (path,) = tmp_path.glob(f"{kernel}_*.after_layout_inference.txt")
+        reads = reads_of_shared_tiles(path.read_text())
+        assert {row % 8 for row, _, _ in reads} >= {0, 5, 6, 7}  # it is the tiles of u that were found
+        assert not [read for read in reads if read[2] and read[1] < 8]
 
 
 def test_the_kernels_run_unasked_where_they_can(monkeypatch):

@@ -9,8 +9,7 @@ activation's own backward pass forms on the way.
 Only the inputs are kept for the backward pass, which forms the pre-activations anew. Under rematerialisation of the
 layer nothing is therefore computed a third time.
 
-With "pallas" the grouped products and the activation behind the first have run on an H200; the kernels that
-`ExpertOptions.fused_gradient` and `row_copies` switch on have not yet, only interpreted and lowered.
+With "pallas" the grouped products and the activation behind the first are kernels, and have run on an H200.
 
 Legend: N tokens, K experts of a token, E experts, L latent width, F expert width, M rows.
 """
@@ -25,27 +24,20 @@ import jax.numpy as jnp
 
 from k3jax.ops.common import vary_alike, wide
 from k3jax.ops.grouped_matmul import mosaic, ragged
-from k3jax.ops.grouped_matmul.gather import gather_rows, sum_rows
-from k3jax.ops.grouped_matmul.glu import Glu, glu_gradient
+from k3jax.ops.grouped_matmul.glu import Glu
 from k3jax.ops.grouped_matmul.layout import GroupLayout, rows_at
 from k3jax.ops.grouped_matmul.product import Implementation, grouped_matmul, refuse_pallas
 from k3jax.ops.situ import situ_glu, situ_glu_backward
 
 
 class ExpertOptions(NamedTuple):
-    """What is static about `expert_mlp`.
-
-    Kernels of "pallas" that have not yet run on a GPU: with `fused_gradient` one forms gate, up, d_hidden and SiTU's
-    gradients, instead of two products and a pass of XLA's; with `row_copies` TMA copies gather and sum rows.
-    """
+    """What is static about `expert_mlp`."""
 
     beta: float
     linear_beta: float | None
     align: int
     implementation: Implementation
     tiling: ragged.Tiling = ragged.DEFAULT
-    fused_gradient: bool = False
-    row_copies: bool = False
 
 
 def expert_mlp(
@@ -88,7 +80,7 @@ def _expert_mlp(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: Group
 
 @partial(jax.jit, static_argnums=0)  # kernels are lowered once for all layers
 def _forward(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLayout) -> jax.Array:
-    rows_ML, scale_M = _rows_of(options, z_NL, layout), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
+    rows_ML, scale_M = _rows_of(z_NL, layout), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     if options.implementation == "pallas":
         tiles = ragged.row_tiles(layout.group_sizes_E, len(rows_ML))
         glu = Glu(scale_M, options.beta, options.linear_beta)
@@ -98,21 +90,16 @@ def _forward(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLay
         gate_MF, up_MF = jnp.split(_product(options, layout, rows_ML, w13), 2, axis=1)
         hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
         y_ML = _product(options, layout, hidden_MF, w2)
-    return _sum_of_slots(options, y_ML, layout)
+    return _sum_of_slots(y_ML, layout)
 
 
-def _rows_of(options: ExpertOptions, z_NL: jax.Array, layout: GroupLayout) -> jax.Array:
+def _rows_of(z_NL: jax.Array, layout: GroupLayout) -> jax.Array:
     """Each row's token → [M, L]; 0 in padding rows."""
-    token_M = layout.slot_of_row // layout.row_of_NK.shape[1]
-    if options.implementation == "pallas" and options.row_copies:
-        return gather_rows(z_NL, token_M, options.tiling.interpret)
-    return rows_at(z_NL, token_M)
+    return rows_at(z_NL, layout.slot_of_row // layout.row_of_NK.shape[1])
 
 
-def _sum_of_slots(options: ExpertOptions, y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
+def _sum_of_slots(y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
     """Σ_k row of slot (n, k), summed in at least float32 and in the order of k → [N, L]."""
-    if options.implementation == "pallas" and options.row_copies:
-        return sum_rows(y_ML, layout.row_of_NK, options.tiling.interpret)
     K = layout.row_of_NK.shape[1]
     return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)]).astype(y_ML.dtype)
 
@@ -129,21 +116,17 @@ def _fwd(options: ExpertOptions, *args):
 @partial(jax.jit, static_argnums=0)
 def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
     z_NL, w13, w2, weights_NK, layout = residuals
-    rows_ML, dy_ML = _rows_of(options, z_NL, layout), _rows_of(options, d_out_NL, layout)
+    rows_ML, dy_ML = _rows_of(z_NL, layout), _rows_of(d_out_NL, layout)
     scale_M = rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     activation = partial(situ_glu_backward, beta=options.beta, linear_beta=options.linear_beta)
     if options.implementation == "pallas":
         sizes, tiling = layout.group_sizes_E, options.tiling
         tiles = ragged.row_tiles(sizes, len(rows_ML))
         multiply = partial(mosaic.rows_times_matrices, tiles=tiles, tiling=tiling)
-        if options.fused_gradient:
-            glu = Glu(scale_M, options.beta, options.linear_beta)
-            hidden_MF, d_gate, d_up, d_scale_M = glu_gradient(rows_ML, dy_ML, w13, w2, tiles, glu, tiling=tiling)
-        else:
-            gate_MF, up_MF = jnp.split(multiply(rows_ML, w13), 2, axis=1)
-            d_hidden_MF = multiply(dy_ML, w2, transpose=True)
-            # two arrays of one shape: XLA writes them, `hidden` and the row sums in one pass
-            hidden_MF, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
+        gate_MF, up_MF = jnp.split(multiply(rows_ML, w13), 2, axis=1)
+        d_hidden_MF = multiply(dy_ML, w2, transpose=True)
+        # two arrays of one shape: XLA writes them, `hidden` and the row sums in one pass
+        hidden_MF, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
         d_rows_ML = multiply((d_gate, d_up), w13, transpose=True)
         dw13 = mosaic.outer_products(rows_ML, (d_gate, d_up), sizes, tiling=tiling)
         dw2 = mosaic.outer_products(hidden_MF, dy_ML, sizes, tiling=tiling)
@@ -155,7 +138,7 @@ def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
         d_hidden_MF, dw2 = jax.vjp(product, hidden_MF, w2)[1](dy_ML)
         _, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
         d_rows_ML, dw13 = pull13(jnp.concatenate([d_gate, d_up], axis=1))
-    dz_NL = _sum_of_slots(options, d_rows_ML, layout)
+    dz_NL = _sum_of_slots(d_rows_ML, layout)
     d_weights_NK = rows_at(d_scale_M, layout.row_of_NK).astype(weights_NK.dtype)
     return dz_NL, dw13, dw2, d_weights_NK, None
 

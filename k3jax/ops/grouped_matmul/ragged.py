@@ -10,7 +10,7 @@ second time, to the same bits. Where a half-tile holds rows of two groups only i
 rows, which is slower: groups aligned to 8 rows avoid it. Rows past the last group form a group without a matrix, whose
 product has no terms: zeros.
 
-What the products of `mosaic.py` use by default has run on an H200; `store_line` and turning `roles` have not yet.
+What the products of `mosaic.py` use by default has run on an H200; turning `roles` have not yet.
 
 Legend: M rows, E groups, T pairs of half-tiles.
 """
@@ -94,17 +94,6 @@ def row_tiles(sizes_E: jax.Array, rows: int) -> RowTiles:
     (row_a, *bounds_a), (row_b, *bounds_b) = place(half), place(half + 1)
     table = jnp.stack([group, row_a, row_b, *bounds_a, *bounds_b, jnp.zeros_like(t)], axis=1)
     return RowTiles(table.astype(jnp.int32), last[-1:].astype(jnp.int32))
-
-
-def values_of_rows(sums: jax.Array, tiles: RowTiles, rows: int) -> jax.Array:
-    """Σ of `sums` [n, T, 2, 64], values for each row of every half-tile → [M]."""
-    at = jnp.arange(HALF, dtype=jnp.int32)
-    table = tiles.table[:, 1:7, None]
-    starts, lows, highs = table[:, :2], table[:, 2:5:2], table[:, 3:6:2]
-    used = jnp.arange(len(table))[:, None, None] < tiles.count[0]
-    index = jnp.where(used & (at >= lows) & (at < highs), starts + at, rows)
-    # a row that two half-tiles hold has the same bits in both
-    return jnp.zeros(rows, sums.dtype).at[index].set(jnp.sum(sums, axis=0), mode="drop")
 
 
 def enough_rows(rows: int) -> int:
@@ -207,22 +196,6 @@ def store(value: jax.Array, wg: Any, stage: Any, out: Any, row: Any, column: Any
         for c, line in enumerate(lines):
             _store_some(value, line, wg, stage, c % 2, out, row, column, low, high)
 
-    _whole_or_some(store_all, store_some, only)
-
-
-def store_line(
-    value: jax.Array, wg: Any, stage: Any, slot: int, pending: int, out: Any, row: Any, column: Any, only: tuple
-) -> None:
-    """One line of each of 64 rows, by way of a slot of which at most `pending` later stores are still to be read."""
-    line = slice(0, value.shape[1])
-    _whole_or_some(
-        lambda: _store_whole(value, line, wg, stage, slot, pending, out, row, column),
-        lambda low, high: _store_some(value, line, wg, stage, slot, out, row, column, low, high),
-        only,
-    )
-
-
-def _whole_or_some(store_all: Any, store_some: Any, only: tuple | None) -> None:
     if only is None:
         store_all()
     else:
@@ -319,10 +292,10 @@ class Producer:
         self.ring.drain(steps)
 
 
-def launch(tiling: Tiling, body: Any, out: Any, stages: tuple, copies: int, args: tuple, line: int = LINE) -> Any:
-    """`stages`: shared memory of the two operands; `copies`: TMA copies that fill a stage; `line`: bytes in a store."""
+def launch(tiling: Tiling, body: Any, out: Any, stages: tuple, copies: int, args: tuple) -> Any:
+    """`stages`: shared memory of the two operands; `copies`: TMA copies that fill a stage."""
     dtype = jax.tree.leaves(out)[0].dtype
-    shape = (2, 2, HALF, line // dtype.itemsize)  # warpgroup, slot
+    shape = (2, 2, HALF, LINE // dtype.itemsize)  # warpgroup, slot
     return Kit(tiling.interpret).kernel(
         body,
         out_type=out,
