@@ -1,0 +1,104 @@
+"""Legal meshes for a number of devices, ranked by predicted step time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3jax.config import ConfigError, MeshConfig, RunConfig
+from k3jax.plan.chips import Chip
+from k3jax.plan.chips import chip as chip_named
+from k3jax.plan.layout import Work, leaves, refusals, units
+from k3jax.plan.plan import Plan, plan_checked
+
+MAX_VIRTUAL = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh and what it would cost."""
+
+    mesh: MeshConfig
+    virtual: int
+    micro_batches: int
+    plan: Plan
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def legal_meshes(config: RunConfig, devices: int) -> Iterator[tuple[MeshConfig, int, int]]:
+    """(mesh, virtual stages, micro-batches) that divide everything; micro-batches as small as the batch allows and,
+    without a pipeline, also as large."""
+    model, batch = config.model, config.data.batch_size
+    for pipe in _divisors(devices):
+        if pipe > len(units(model)):
+            continue
+        for tensor in _divisors(devices // pipe):
+            for context in _divisors(devices // pipe // tensor):
+                for expert in _divisors(devices // pipe // tensor // context):
+                    data = devices // (pipe * tensor * context * expert)
+                    if batch % (data * expert):
+                        continue
+                    rows = batch // (data * expert)
+                    for virtual in range(1, MAX_VIRTUAL + 1 if pipe > 1 else 2):
+                        for micro in sorted({config.train.accumulation, 1, rows} if pipe == 1 else {rows}):
+                            for fsdp in (False, True):
+                                if fsdp and data * expert == 1:
+                                    continue
+                                mesh = MeshConfig(pipe, data, expert, context, tensor, fsdp)
+                                work = Work(batch, config.data.sequence_length, micro)
+                                if not refusals(model, mesh, work, virtual):
+                                    yield mesh, virtual, micro
+
+
+def search(
+    config: RunConfig, devices: int, *, chip: str | Chip = "H200", chips_file: str | Path | None = None
+) -> list[Candidate]:
+    """Every legal mesh: those that fit first, by predicted time, then those that do not, by how little they lack.
+
+    The batch, the sequence and the remat preset are the configuration's; micro-batches are chosen.
+
+    Raises:
+        ConfigError: no mesh of that many devices is legal.
+    """
+    found = chip if isinstance(chip, Chip) else chip_named(chip, chips_file)
+    parameters, candidates = leaves(config), []
+    for mesh, virtual, micro in legal_meshes(config, devices):
+        train = dataclasses.replace(config.train, accumulation=micro)
+        result = plan_checked(dataclasses.replace(config, mesh=mesh, train=train), found, virtual, parameters)
+        candidates.append(Candidate(mesh, virtual, micro, result))
+    if not candidates:
+        raise ConfigError(
+            f"no mesh of {devices} devices is legal for {config.data.batch_size} sequences of "
+            f"{config.data.sequence_length} tokens: data × expert must divide the batch, expert the "
+            f"{config.model.moe.num_experts} experts, tensor the heads ({config.model.kda.num_heads} and "
+            f"{config.model.mla.num_heads}), and pipe × virtual may be at most {len(units(config.model))}"
+        )
+
+    def order(c: Candidate) -> tuple:
+        return (not c.plan.fits, c.plan.time.predicted if c.plan.fits else c.plan.memory.peak)
+
+    return sorted(candidates, key=order)
+
+
+def search_text(candidates: list[Candidate], top: int = 20) -> str:
+    """The best of them as a table for people."""
+    fitting, chip = [c for c in candidates if c.plan.fits], candidates[0].plan.chip
+    available = chip.memory_bytes / 2**30
+    lines = [f"{len(candidates)} legal meshes, {len(fitting)} fit in {available:.1f} GiB; all numbers are estimates"]
+    if not fitting:
+        lines.append("none fits; these lack least")
+    head = f"{'pipe':>4} {'data':>5} {'expert':>6} {'context':>7} {'tensor':>6} {'fsdp':>5} {'virtual':>7} {'micro':>6}"
+    lines.append(head + f" {'GiB':>8} {'step s':>9} {'MFU':>6} {'bubble':>7}")
+    for c in (fitting or candidates)[:top]:
+        m, p = c.mesh, c.plan
+        lines.append(
+            f"{m.pipe:4} {m.data:5} {m.expert:6} {m.context:7} {m.tensor:6} {'yes' if m.fsdp else 'no':>5} "
+            f"{c.virtual:7} {c.micro_batches:6} {p.memory.peak / 2**30:8.1f} {p.time.predicted:9.3g} {p.mfu:6.1%} "
+            f"{p.time.bubble:7.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,231 @@
+"""Collectives of a step on one device: what travels, over which axis, how often, how many bytes.
+
+What the trainer does today (data, ZeRO-1, FSDP) is listed as its program has it; the other axes as they are specified:
+`expert` is MoonEP as in `k3jax.parallel.expert`, `context` as in `k3jax.parallel.context`, `tensor` gathers the stream
+before a sublayer and reduce-scatters what comes out, `pipe` sends the partial sum and the AttnRes blocks that the
+receiver has not seen. Scalars (norms, losses, counts) are left out. XLA may join collectives of one kind: then counts
+differ and bytes do not.
+
+Legend: R ranks of an axis, n tokens of a micro-batch on a device, D hidden, L latent, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from k3jax.config import ModelConfig, RunConfig
+from k3jax.parallel.expert_plan import copy_slots
+from k3jax.plan.layout import Leaf, Stage, cut
+from k3jax.plan.memory import shape_of
+
+Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
+
+# Weights that layers round to the compute dtype where they use them (and, at rest, before they travel).
+_WIDE = ("norm", "input_norm", "post_norm", "final_norm", "o_norm", "q_a_norm", "kv_a_norm", "latent_norm", "proj")
+_WIDE += ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv", "router", "embed", "lm_head")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in a step, on one device."""
+
+    axes: tuple[str, ...]
+    op: Op
+    what: str
+    ranks: int
+    count: int
+    bytes: float
+    """Of the whole array of one of them: what is gathered, reduced or exchanged."""
+
+    @property
+    def total(self) -> float:
+        return self.count * self.bytes
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave the device in a step, in the usual ring or direct algorithms."""
+        share = 1.0 if self.op == "permute" else (self.ranks - 1) / self.ranks
+        return self.total * share * (2 if self.op == "all-reduce" else 1)
+
+
+def _axes(config: RunConfig, *names: str) -> tuple[tuple[str, ...], int]:
+    """Those of some mesh axes that are larger than 1, and their size together."""
+    axes, ranks = tuple(name for name in names if getattr(config.mesh, name) > 1), 1
+    for name in axes:
+        ranks *= getattr(config.mesh, name)
+    return axes, ranks
+
+
+def collectives(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: int = 1) -> list[Collective]:
+    """Every collective of a step on the devices of one stage."""
+    found = [
+        *_of_parameters(leaves, config, stage),
+        *_of_muon(leaves, config, stage),
+        *_of_experts(config, stage),
+        *_of_tensor(config, stage),
+        *_of_context(config, stage),
+        *_of_pipe(config, stage, virtual),
+        *_of_balancing(config, stage),
+    ]
+    return [c for c in found if c.ranks > 1 and c.count and c.bytes]
+
+
+def _gathers_again(config: RunConfig, leaf: Leaf) -> int:
+    """How often a parameter at rest is gathered for a micro-batch."""
+    return 2 if leaf.layers and config.train.remat in ("sublayer", "layer", "block") else 1
+
+
+def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    """Gradients of every micro-batch, and weights: gathered where they are used, or once they are new."""
+    mesh, micro = config.mesh, config.train.accumulation
+    dtype = jnp.dtype(config.model.dtype).itemsize
+    found: dict[tuple, float] = {}
+    for leaf in leaves:
+        c, held = cut(leaf, mesh), stage.holds(leaf)
+        name = "experts" if leaf.is_bank else "weights"
+        both = ("data", "context") if leaf.is_bank else ("data", "expert", "context")
+        used = leaf.itemsize if leaf.tensor.split("/")[-1] in _WIDE else dtype
+        at_rest, resting = c.rest < c.used, both[:-1]
+        size = float(held * c.used)
+        if mesh.fsdp and at_rest:
+            gathers = _gathers_again(config, leaf)
+            key = ("all-gather", resting, f"{name}, gathered where used", micro * gathers)
+            found[key] = found.get(key, 0.0) + size * used
+            key = ("reduce-scatter", resting, f"gradients of {name}", micro)
+            found[key] = found.get(key, 0.0) + size * used
+            key = ("all-reduce", ("context",), f"gradients of {name}", micro)
+            found[key] = found.get(key, 0.0) + held * c.rest * leaf.itemsize
+            continue
+        key = ("all-reduce", both, f"gradients of {name}", micro)
+        found[key] = found.get(key, 0.0) + size * used
+        if at_rest:
+            key = ("all-gather", resting, f"new {name}", 1)
+            found[key] = found.get(key, 0.0) + size * leaf.itemsize
+    for (op, names, what, count), size in found.items():
+        axes, ranks = _axes(config, *names)
+        yield Collective(axes, op, what, ranks, count, size)
+
+
+def _of_muon(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    """Pieces of blocks that are cut travel to their owners, and pieces of the update back."""
+    itemsize, exchanged, gathered = jnp.dtype(config.optimizer.muon_ns_dtype).itemsize, 0.0, 0.0
+    axes, ranks = _axes(config, "data", "expert")
+    for leaf in leaves:
+        c = cut(leaf, config.mesh)
+        if leaf.group == "adamw" or c.whole_blocks or ranks == 1:
+            continue
+        size = float(stage.holds(leaf) * c.rest * itemsize)
+        if c.rest < c.used:
+            exchanged += size
+        else:
+            gathered += size
+    yield Collective(axes, "all-to-all", "Muon's blocks, to owners and back", ranks, 2, exchanged)
+    yield Collective(axes, "all-gather", "Muon's blocks, from owners", ranks, 1, gathered)
+
+
+def _forward_again(config: RunConfig) -> bool:
+    """Whether the backward pass repeats even the large kernels, and what they receive from other devices."""
+    return config.train.remat == "block"
+
+
+def _moe_layers(config: RunConfig, stage: Stage) -> int:
+    return sum(config.model.layers[layer].ffn == "moe" for layer in stage.layers)
+
+
+def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    """MoonEP: rows out and back, copies of experts, their gradients. Copies are counted as if all slots were filled."""
+    model, moe, axes_ranks = config.model, config.model.moe, _axes(config, "expert")
+    axes, R = axes_ranks
+    if R == 1:
+        return
+    a, n, times = jnp.dtype(model.dtype).itemsize, shape_of(config).n, config.train.accumulation
+    times *= _moe_layers(config, stage)
+    latent, again = moe.latent_size or model.hidden_size, _forward_again(config)
+    rows, copies = float(n * moe.experts_per_token), copy_slots(moe.num_experts, R)
+    matrices = 3 * latent * moe.expert_size / config.mesh.tensor * a
+    yield Collective(axes, "all-gather", "counts of rows", R, times * (1 + again), float(4 * R * moe.num_experts))
+    forward, backward = 2, 3  # out and back; out again, gradients out, gradients back
+    yield Collective(
+        axes, "ragged-all-to-all", "rows of experts", R, times * (forward * (1 + again) + backward), rows * latent * a
+    )
+    yield Collective(axes, "ragged-all-to-all", "routing weights of rows", R, times * (3 + again), rows * 4)
+    # a copy comes from another rank whole: written as one of R parts staying would be, so that `sent` is all of it
+    whole = copies * matrices * R / (R - 1)
+    yield Collective(axes, "ragged-all-to-all", "copied experts (at most)", R, times * (2 + again), whole)
+    yield Collective(axes, "ragged-all-to-all", "gradients of copies (at most)", R, times, whole)
+
+
+def _of_tensor(config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    axes, T = _axes(config, "tensor")
+    model, micro = config.model, config.train.accumulation
+    a, n, D = jnp.dtype(model.dtype).itemsize, shape_of(config).n, model.hidden_size
+    sublayers, remat = 2 * len(stage.layers) * micro, config.train.remat
+    stream = float(a * n * D)
+    again = {"none": (0.0, 0.0), "products": (0.0, 0.0), "sublayer": (1.0, 0.0), "layer": (1.0, 0.5), "block": (1, 1)}
+    gathers, scatters = again[remat]
+    yield Collective(axes, "all-gather", "stream into sublayers", T, round(sublayers * (2 + gathers)), stream)
+    yield Collective(axes, "reduce-scatter", "stream out of sublayers", T, round(sublayers * (2 + scatters)), stream)
+    if stage.first:
+        yield Collective(axes, "reduce-scatter", "embeddings", T, micro, stream)
+        yield Collective(axes, "all-gather", "gradient of embeddings", T, micro, stream)
+    if stage.last:
+        yield Collective(axes, "all-gather", "stream into the head", T, micro, stream)
+        yield Collective(axes, "reduce-scatter", "gradient out of the head", T, micro, stream)
+        yield Collective(axes, "all-reduce", "maximum, sum and target of logits", T, micro, float(3 * 4 * n))
+
+
+def _of_context(config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    """State maps and convolution halos of KDA, latents of MLA."""
+    axes, C = _axes(config, "context")
+    model, mesh, shape = config.model, config.mesh, shape_of(config)
+    a, kda, mla = jnp.dtype(model.dtype).itemsize, model.kda, model.mla
+    kinds = [model.layers[layer].mixer for layer in stage.layers]
+    of_kda, of_mla = (kinds.count(kind) * config.train.accumulation for kind in ("kda", "mla"))
+    H, K, again = kda.num_heads / mesh.tensor, kda.head_dim, config.train.remat in ("sublayer", "layer", "block")
+    maps = shape.rows * C * H * K * 2 * K * 4
+    halo = shape.rows * (kda.conv_size - 1) * 3 * H * K * a
+    latents = shape.n * C * (mla.kv_lora_rank + mla.qk_rope_head_dim) * a
+    repeated = _forward_again(config)
+    yield Collective(axes, "all-gather", "KDA state maps", C, of_kda * (2 + repeated), maps)
+    yield Collective(axes, "permute", "convolution halos", C, of_kda * (2 + again), halo)
+    yield Collective(axes, "all-gather", "MLA latents", C, of_mla * (1 + again), latents)
+    yield Collective(axes, "reduce-scatter", "gradients of MLA latents", C, of_mla, latents)
+
+
+def rows_between(model: ModelConfig, chunks: list[tuple[int, ...]], pipe: int) -> list[int]:
+    """AttnRes blocks that go from each chunk to the next: those that the receiver did not cache in its chunk before."""
+    size = model.attn_res_block_size
+    if size is None:
+        return [0] * (len(chunks) - 1)
+    born = [sum(layer % size == 0 for layer in chunk) for chunk in chunks]
+    return [sum(born[max(0, c + 2 - pipe) : c + 1]) for c in range(len(chunks) - 1)]
+
+
+def _of_pipe(config: RunConfig, stage: Stage, virtual: int) -> Iterator[Collective]:
+    pipe, model = config.mesh.pipe, config.model
+    if pipe == 1:
+        return
+    # chunks of all stages in order of depth: stage p has every pipe-th
+    from k3jax.plan.layout import stages
+
+    every = stages(model, pipe, virtual)
+    chunks = [every[c % pipe].chunks[c // pipe] for c in range(pipe * virtual)]
+    row = jnp.dtype(model.dtype).itemsize * shape_of(config).n * model.hidden_size / config.mesh.tensor
+    between = rows_between(model, chunks, pipe)
+    mine = [c for c in range(pipe * virtual) if c % pipe == stage.index]
+    forward = sum(1 + between[c] for c in mine if c < len(between))
+    backward = sum(1 + between[c - 1] for c in mine if c > 0)
+    micro = config.train.accumulation
+    yield Collective(("pipe",), "permute", "partial sums and blocks, to the next stage", pipe, micro, forward * row)
+    yield Collective(("pipe",), "permute", "their gradients, to the stage before", pipe, micro, backward * row)
+
+
+def _of_balancing(config: RunConfig, stage: Stage) -> Iterator[Collective]:
+    axes, ranks = _axes(config, "data", "expert", "context")
+    moe, times = config.model.moe, _moe_layers(config, stage) * config.train.accumulation
+    size = float(4 * moe.num_experts * (moe.qb_bins + 1))
+    yield Collective(axes, "all-reduce", "histograms and loads of experts", ranks, times, size)
