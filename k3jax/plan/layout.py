@@ -9,13 +9,14 @@ Legend: R ranks of `expert`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 
-from k3jax.config import ConfigError, MeshConfig, ModelConfig, RunConfig
+from k3jax.config import ConfigError, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.sharding import RULES, logical_axes
 from k3jax.train.optimizer import LEAVES, Group, make_optimizer, path_names
@@ -32,7 +33,7 @@ class Leaf:
     tensor: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    layers: tuple[int, ...]
+    layers: frozenset[int]
     """Layers that have one like it; empty for what stands outside."""
     itemsize: int
     group: Group
@@ -64,8 +65,8 @@ class Cut:
     """In the layout that it is computed with."""
     rest: int
     """At rest: optimizer state always, parameters with `mesh.fsdp`."""
-    whole_blocks: bool
-    """At rest, Muon's blocks are whole: its update moves nothing."""
+    letter: str
+    """Of the axis that is cut at rest in the layout of Muon's blocks; empty: none is."""
 
 
 @dataclass(frozen=True)
@@ -78,36 +79,42 @@ class Stage:
     first: bool
     last: bool
 
-    @property
+    @functools.cached_property
     def layers(self) -> tuple[int, ...]:
         return tuple(layer for chunk in self.chunks for layer in chunk)
 
     def holds(self, leaf: Leaf) -> int:
         """How many of a parameter."""
         if leaf.layers:
-            return len(set(leaf.layers) & set(self.layers))
+            return len(leaf.layers.intersection(self.layers))
         return int(self.last if leaf.last else self.first)
 
 
 def leaves(config: RunConfig) -> list[Leaf]:
     """Every parameter of a model, from its tree of shapes."""
-    params = abstract_params(config.model)
-    groups = jax.tree.leaves(make_optimizer(config.optimizer, params, config.train.steps).groups)
-    runs = [[numbers for _, numbers in plan.run_layers()] for plan in plan_layers(config.model)]
+    return _leaves(config.model, config.optimizer)
+
+
+@functools.cache  # a search plans hundreds of meshes
+def _leaves(model: ModelConfig, optimizer: OptimizerConfig) -> list[Leaf]:
+    params = abstract_params(model)
+    groups = jax.tree.leaves(make_optimizer(optimizer, params, 1).groups)
+    runs = [[numbers for _, numbers in plan.run_layers()] for plan in plan_layers(model)]
     found: list[Leaf] = []
     is_variable = lambda x: hasattr(x, "get_metadata")  # noqa: E731
     for (path, node), group in zip(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable), groups):
         names, shape, axes = path_names(path), tuple(node.shape), logical_axes(node)
-        layers: tuple[int, ...] = ()
+        layers: frozenset[int] = frozenset()
         if names[0] == "segments":
-            layers, names, shape, axes = runs[int(names[1])][int(names[3])], names[4:], shape[1:], axes[1:]
+            layers, names, shape, axes = frozenset(runs[int(names[1])][int(names[3])]), names[4:], shape[1:], axes[1:]
         tensor = "/".join(names)
         found.append(Leaf(tensor, shape, axes, layers, node.dtype.itemsize, group, tensor != "embed"))
     return found
 
 
+@functools.cache
 def cut(leaf: Leaf, mesh: MeshConfig) -> Cut:
-    """How a mesh cuts a parameter; `check` has made sure that it can."""
+    """How a mesh cuts a parameter that it can cut (`refusals`)."""
     local = list(leaf.shape)
     for i, axis in enumerate(leaf.axes):
         if axis in TENSOR:
@@ -116,13 +123,64 @@ def cut(leaf: Leaf, mesh: MeshConfig) -> Cut:
         local[0] //= mesh.expert
     used = math.prod(local)
     ways = mesh.data if leaf.is_bank else mesh.data * mesh.expert
-    if ways == 1:
-        return Cut(used, used, True)
-    place = _cut_at_rest(leaf.axes, local, ways)
+    place = _cut_at_rest(leaf.axes, local, ways) if ways > 1 else None
     if place is None:
-        return Cut(used, used, False)
+        return Cut(used, used, "")
     layout = LEAVES[leaf.tensor.split("/")[-1]].layout
-    return Cut(used, used // ways, bool(layout) and layout[place] == "b")
+    return Cut(used, used // ways, layout[place] if layout else "")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Muon's blocks of one shape that lie alike; Newton-Schulz runs on all of them at once."""
+
+    rows: int
+    columns: int
+    letter: str
+    """Of the axis that is cut at rest; with "b" every device has whole blocks, else they are dealt to owners."""
+    axes: tuple[str, ...]
+    """Mesh axes over which they are cut or dealt."""
+    ways: int
+    count: int
+    """Over all devices of `axes`."""
+
+    @property
+    def share(self) -> int:
+        """Blocks that a device works on."""
+        return -(-self.count // self.ways)
+
+    @property
+    def moves(self) -> bool:
+        return self.ways > 1 and self.letter != "b"
+
+
+def muon_blocks(leaves: list[Leaf], mesh: MeshConfig, stage: Stage) -> list[Blocks]:
+    """Muon's blocks on the devices of a stage, grouped as `k3jax.train.optimizer` does.
+
+    Whole matrices that `tensor` cuts are dealt over it too; blocks of heads stay on its devices.
+    """
+    found: dict[tuple[int, int, str, tuple[str, ...]], int] = {}
+    for leaf in leaves:
+        if leaf.group == "adamw" or not stage.holds(leaf):
+            continue
+        count, rows, columns = leaf.blocks
+        layout = LEAVES[leaf.tensor.split("/")[-1]].layout
+        letters = {letter for letter, axis in zip(layout, leaf.axes) if axis in TENSOR}
+        axes = ("data",) if leaf.is_bank else ("data", "expert")
+        letter = cut(leaf, mesh).letter
+        if leaf.is_bank:
+            count //= mesh.expert
+        if mesh.tensor > 1 and letters == {"b"}:
+            count //= mesh.tensor
+        elif mesh.tensor > 1 and letters:
+            axes, letter = (*axes, "tensor"), min(letters)
+        axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        key = (rows, columns, letter, axes)
+        found[key] = found.get(key, 0) + count * stage.holds(leaf)
+    return [
+        Blocks(rows, columns, letter, axes, math.prod(getattr(mesh, axis) for axis in axes), count)
+        for (rows, columns, letter, axes), count in found.items()
+    ]
 
 
 def _cut_at_rest(axes: Sequence[str], local: Sequence[int], ways: int) -> int | None:
@@ -145,6 +203,7 @@ def units(model: ModelConfig) -> list[tuple[int, ...]]:
     return [tuple(range(i, min(i + size, model.num_layers))) for i in range(0, model.num_layers, size)]
 
 
+@functools.cache
 def stages(model: ModelConfig, pipe: int, virtual: int = 1) -> list[Stage]:
     """Layers of each pipeline stage: pipe × virtual runs of periods, as equal as can be, dealt in turn.
 
@@ -163,17 +222,6 @@ def stages(model: ModelConfig, pipe: int, virtual: int = 1) -> list[Stage]:
     return [Stage(p, tuple(chunks[p::pipe]), p == 0, p == pipe - 1) for p in range(pipe)]
 
 
-def check(config: RunConfig, virtual: int = 1) -> None:
-    """Refuses a mesh that cannot be honoured.
-
-    Raises:
-        ConfigError: with every reason and what would be legal.
-    """
-    reasons = refusals(config.model, config.mesh, _work(config), virtual)
-    if reasons:
-        raise ConfigError("this mesh cannot be honoured:\n" + "\n".join(f"  {reason}" for reason in reasons))
-
-
 @dataclass(frozen=True)
 class Work:
     """Tokens of a step and how they are divided, besides the mesh."""
@@ -181,10 +229,6 @@ class Work:
     batch: int
     sequence: int
     micro_batches: int
-
-
-def _work(config: RunConfig) -> Work:
-    return Work(config.data.batch_size, config.data.sequence_length, config.train.accumulation)
 
 
 def refusals(model: ModelConfig, mesh: MeshConfig, work: Work, virtual: int = 1) -> list[str]:
@@ -222,8 +266,8 @@ def refusals(model: ModelConfig, mesh: MeshConfig, work: Work, virtual: int = 1)
     if work.batch % (work.micro_batches * ways):
         legal = _legal([work.batch // ways]) if work.batch % ways == 0 else ""
         found.append(
-            f"{work.batch} sequences in {work.micro_batches} micro-batches do not divide over data {mesh.data} × expert "
-            f"{mesh.expert} = {ways} devices; legal are "
+            f"{work.batch} sequences in {work.micro_batches} micro-batches do not divide over data {mesh.data} × "
+            f"expert {mesh.expert} = {ways} devices; legal are "
             + (f"micro-batches in {legal}" if legal else f"batches that are multiples of {ways}")
         )
     if mesh.pipe == 1 and virtual > 1:

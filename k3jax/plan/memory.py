@@ -15,6 +15,7 @@ Legend: n tokens of a micro-batch on a device (its sequences × its shard of tim
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from k3jax.config import LayerSpec, MeshConfig, ModelConfig, Remat, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut
+from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks
 
 Phase = Literal["backward", "loss", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -89,6 +90,7 @@ _KERNELS = _PRODUCTS | {"sublayer", "layer"}
 _SUBLAYER = _PRODUCTS | {"sublayer"}
 
 
+@functools.cache
 def saved_tensors(model: ModelConfig, spec: LayerSpec, mesh: MeshConfig) -> list[Saved]:
     """What a layer's two halves need for their backward passes, and which presets keep it.
 
@@ -257,14 +259,15 @@ def bank_rows(model: ModelConfig, layers: Iterable[int]) -> int:
     return 0 if model.attn_res_block_size is None else max(layers) // model.attn_res_block_size + 1
 
 
-def outside_loops(config: RunConfig) -> set[int]:
+@functools.cache
+def outside_loops(config: RunConfig) -> frozenset[int]:
     """Layers that no loop runs over, although layers are not unrolled.
 
     There XLA sees that the backward pass computes again what the forward pass did, and keeps it instead: the remat
     presets do nothing.
     """
     if config.train.unroll or config.mesh.pipe > 1:
-        return set()
+        return frozenset()
     alone: set[int] = set()
     for plan in plan_layers(config.model):
         layer = plan.first_layer
@@ -274,7 +277,7 @@ def outside_loops(config: RunConfig) -> set[int]:
                     alone.add(layer)
                 layer += run.count
             layer += (repeat.count - 1) * repeat.unit
-    return alone
+    return frozenset(alone)
 
 
 def _kept(config: RunConfig, layers: Iterable[int], preset: Remat) -> float:
@@ -311,31 +314,18 @@ def _weights_kept(leaves: list[Leaf], config: RunConfig, layers: Iterable[int], 
     return 0.0
 
 
-def _blocks_of_muon(leaves: list[Leaf], config: RunConfig, stage: Stage) -> dict[tuple[int, int], float]:
-    """Muon's blocks on one device, by rows and columns; those that are not whole at rest are dealt to owners."""
-    mesh, found = config.mesh, dict[tuple[int, int], float]()
-    for leaf in leaves:
-        if leaf.group == "adamw":
-            continue
-        count, rows, columns = leaf.blocks
-        ways = mesh.data * mesh.expert
-        share = math.ceil(count * stage.holds(leaf) / ways)
-        found[rows, columns] = found.get((rows, columns), 0) + share
-    return found
-
-
 def _optimizer_transients(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
     """Y, its Gram matrix, V and the next Y of all blocks of one shape at once; of the largest group."""
     a = jnp.dtype(config.optimizer.muon_ns_dtype).itemsize
-    groups = _blocks_of_muon(leaves, config, stage)
-    return max((a * count * (3 * r * c + min(r, c) ** 2) for (r, c), count in groups.items()), default=0.0)
+    groups = muon_blocks(leaves, config.mesh, stage)
+    return max((a * g.share * (3 * g.rows * g.columns + min(g.rows, g.columns) ** 2) for g in groups), default=0.0)
 
 
 def _gradients(leaves: list[Leaf], config: RunConfig, stage: Stage, layers: Iterable[int], *, end: bool) -> float:
     """Gradients of some layers of a stage (`end`: and of what stands outside them), before they are added up."""
     chosen, total = set(layers), 0.0
     for leaf in leaves:
-        held = len(set(leaf.layers) & chosen) if leaf.layers else stage.holds(leaf) * (leaf.last or end)
+        held = len(leaf.layers & chosen) if leaf.layers else stage.holds(leaf) * (leaf.last or end)
         total += held * leaf.itemsize * _stored(leaf, config.mesh)
     return total
 
@@ -355,7 +345,7 @@ def _loop_copies(leaves: list[Leaf], config: RunConfig, layers: tuple[int, ...])
         if config.train.unroll or blocks < 2 * plan.block_layers:
             continue
         block = set(range(plan.first_layer, plan.first_layer + plan.block_layers))
-        held = ((leaf, len(set(leaf.layers) & block)) for leaf in leaves)
+        held = ((leaf, len(leaf.layers & block)) for leaf in leaves)
         return 2 * sum(count * leaf.itemsize * _stored(leaf, config.mesh) for leaf, count in held)
     return 0.0
 
@@ -403,7 +393,7 @@ def _backward(leaves: list[Leaf], config: RunConfig, stage: Stage, flying: float
 
     Loops allocate stacks for all their layers at once; unrolled layers free what they kept as gradients are born.
     """
-    preset, model = config.train.remat, config.model
+    preset = config.train.remat
     total, sums = flying * _kept(config, stage.layers, preset), _sums(leaves, config, stage)
     weights, worst = _weights_kept(leaves, config, stage.layers, preset), dict[str, float]()
     for chunk in stage.chunks:

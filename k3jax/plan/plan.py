@@ -95,7 +95,7 @@ class Plan:
 
     def _memory_rows(self) -> Iterable[Row]:
         fullest = self.memory
-        where = f"peak in the {fullest.peak_phase} phase" + (f" of stage {fullest.stage}" if len(self.stages) > 1 else "")
+        where = f"peak in the {fullest.peak_phase} phase" + f" of stage {fullest.stage}" * (len(self.stages) > 1)
         for kind, how in KINDS.items():
             if kind in fullest.kinds:
                 yield Row("memory of a device", kind, fullest.kinds[kind], "bytes", how)  # type: ignore[arg-type]
@@ -128,14 +128,17 @@ class Plan:
         for name, count in flops.flops_by_mechanism(model, self.config.data.sequence_length).items():
             yield Row("operations of a token", name, count, "FLOP", "exact")
         yield Row("operations of a token", "total", self.flops_per_token, "FLOP", "exact")
-        yield Row("operations of a step", "model, a device", self.flops_per_device, "FLOP", "exact", "mean over stages")
-        yield Row("operations of a step", "Newton-Schulz, a device", self.newton_schulz_flops, "FLOP", "exact", "at most")
+        section, muon = "operations of a step", self.newton_schulz_flops
+        yield Row(section, "model, a device", self.flops_per_device, "FLOP", "exact", "mean over stages")
+        yield Row(section, "Newton-Schulz, a device", muon, "FLOP", "exact", "at most")
 
     def _time_rows(self) -> Iterable[Row]:
         time, peak, section = self.time, f"{self.chip.bf16_tflops:,.0f} TFLOP/s", "time of a step"
-        yield Row(section, "roofline bound", time.bound, "s", "estimate", "every peak reached, all communication hidden")
+        yield Row(section, "roofline bound", time.bound, "s", "estimate", "all peaks reached, communication hidden")
         yield Row(section, "MFU at the bound", self.mfu_bound, "share", "estimate", f"of {peak}")
-        yield Row(section, "predicted", time.predicted, "s", "estimate", "shares of peaks in chips.toml, nothing hidden")
+        yield Row(
+            section, "predicted", time.predicted, "s", "estimate", "shares of peaks as in chips.toml, nothing hidden"
+        )
         yield Row(section, "MFU predicted", self.mfu, "share", "estimate", f"of {peak}")
         yield Row(section, "computation", time.compute, "s", "estimate", "slowest stage, without bubble")
         yield Row(section, "communication", time.communication, "s", "estimate", "slowest stage, without bubble")
@@ -157,8 +160,8 @@ class Plan:
             f"{config.data.batch_size} × {config.data.sequence_length} = {self._tokens:,} tokens a step in "
             f"{config.train.accumulation} micro-batch(es) of {shape.rows} × {shape.tokens} on a device",
             f"{fit}: {_bytes(self.memory.peak)} of {_bytes(self.chip.memory_bytes)} a device; "
-            f"{self.time.predicted:.3g} s a step, {self.mfu:.1%} MFU, {self._tokens / self.time.predicted:,.0f} tokens/s"
-            " (estimates)",
+            f"{self.time.predicted:.3g} s a step, {self.mfu:.1%} MFU, "
+            f"{self._tokens / self.time.predicted:,.0f} tokens/s (estimates)",
         ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from k3jax.config import MeshConfig, ModelConfig, RunConfig
 from k3jax.plan.chips import Chip
-from k3jax.plan.layout import Leaf, Stage, cut
+from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks
 from k3jax.plan.memory import bank_rows, expert_rows, saved_tensors, shape_of
 from k3jax.plan.traffic import Collective
 from k3jax.sharding import AXES
@@ -28,7 +28,7 @@ from k3jax.train import flops
 _CLASS = dict.fromkeys(("kda", "mla", "dense_mlp", "router", "latent", "shared_experts", "head"), "matmul")
 _CLASS |= {"routed_experts": "experts", "mla_attention": "attention", "kda_recurrence": "recurrence"}
 
-ONCE = ("new weights", "new experts", "Muon's blocks, to owners and back", "Muon's blocks, from owners")
+ONCE = ("new weights", "new experts", "Muon's blocks, to owners and back", "Muon's blocks, from their owners")
 """Collectives that a step has once and not for every micro-batch."""
 
 
@@ -104,13 +104,9 @@ def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Wor
 
 def newton_schulz_flops(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
     """Of Muon on the blocks that a device owns: three products of rows² × columns in each iteration."""
-    ways, total = config.mesh.data * config.mesh.expert, 0.0
-    for leaf in leaves:
-        if leaf.group != "adamw":
-            count, rows, columns = leaf.blocks
-            blocks = math.ceil(count * stage.holds(leaf) / ways)
-            total += blocks * 6.0 * min(rows, columns) ** 2 * max(rows, columns)
-    return total * config.optimizer.muon_ns_steps
+    groups = muon_blocks(leaves, config.mesh, stage)
+    once = sum(6.0 * g.share * min(g.rows, g.columns) ** 2 * max(g.rows, g.columns) for g in groups)
+    return once * config.optimizer.muon_ns_steps
 
 
 def optimizer_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Work:
@@ -120,7 +116,7 @@ def optimizer_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Work:
 
 
 def group_ranks(mesh: MeshConfig, axes: tuple[str, ...], domain: int) -> tuple[int, int]:
-    """Ranks of a collective over some axes: (in one domain of fast links, domains), devices in the order of the mesh."""
+    """Ranks of a collective over some axes: (in one domain of fast links, domains); devices are in mesh order."""
     ids = np.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
     chosen = tuple(slice(None) if axis in axes else 0 for axis in AXES)
     found = np.unique(ids[chosen].ravel() // domain, return_counts=True)[1]

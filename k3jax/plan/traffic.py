@@ -11,7 +11,8 @@ Legend: R ranks of an axis, n tokens of a micro-batch on a device, D hidden, L l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +20,8 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut
-from k3jax.plan.memory import shape_of
+from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks, stages
+from k3jax.plan.memory import outside_loops, shape_of
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
 
@@ -71,12 +72,26 @@ def collectives(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: in
         *_of_pipe(config, stage, virtual),
         *_of_balancing(config, stage),
     ]
-    return [c for c in found if c.ranks > 1 and c.count and c.bytes]
+    return _joined(c for c in found if c.ranks > 1 and c.count and c.bytes)
 
 
-def _gathers_again(config: RunConfig, leaf: Leaf) -> int:
-    """How often a parameter at rest is gathered for a micro-batch."""
-    return 2 if leaf.layers and config.train.remat in ("sublayer", "layer", "block") else 1
+def _joined(found: Iterable[Collective]) -> list[Collective]:
+    """Those that differ in bytes only as one."""
+    joined: dict[Collective, Collective] = {}
+    for c in found:
+        key = dataclasses.replace(c, bytes=0.0)
+        before = joined.get(key, key)
+        joined[key] = dataclasses.replace(c, bytes=before.bytes + c.bytes)
+    return list(joined.values())
+
+
+def _gathers(config: RunConfig, leaf: Leaf, stage: Stage) -> dict[int, int]:
+    """Times that a parameter at rest is gathered for a micro-batch → how many of it are."""
+    held = stage.holds(leaf)
+    if not leaf.layers or config.train.remat in ("none", "products"):
+        return {1: held}
+    once = len(leaf.layers.intersection(stage.layers) & outside_loops(config))
+    return {1: once, 2: held - once}
 
 
 def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Collective]:
@@ -92,9 +107,9 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
         at_rest, resting = c.rest < c.used, both[:-1]
         size = float(held * c.used)
         if mesh.fsdp and at_rest:
-            gathers = _gathers_again(config, leaf)
-            key = ("all-gather", resting, f"{name}, gathered where used", micro * gathers)
-            found[key] = found.get(key, 0.0) + size * used
+            for times, count in _gathers(config, leaf, stage).items():
+                key = ("all-gather", resting, f"{name}, gathered where used", micro * times)
+                found[key] = found.get(key, 0.0) + float(count * c.used * used)
             key = ("reduce-scatter", resting, f"gradients of {name}", micro)
             found[key] = found.get(key, 0.0) + size * used
             key = ("all-reduce", ("context",), f"gradients of {name}", micro)
@@ -111,20 +126,17 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
 
 
 def _of_muon(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Collective]:
-    """Pieces of blocks that are cut travel to their owners, and pieces of the update back."""
-    itemsize, exchanged, gathered = jnp.dtype(config.optimizer.muon_ns_dtype).itemsize, 0.0, 0.0
-    axes, ranks = _axes(config, "data", "expert")
-    for leaf in leaves:
-        c = cut(leaf, config.mesh)
-        if leaf.group == "adamw" or c.whole_blocks or ranks == 1:
+    """Pieces of blocks that are cut travel to their owners, and pieces of the update back; a share of blocks is filled
+    up to as many for every device."""
+    itemsize = jnp.dtype(config.optimizer.muon_ns_dtype).itemsize
+    for g in muon_blocks(leaves, config.mesh, stage):
+        if not g.moves:
             continue
-        size = float(stage.holds(leaf) * c.rest * itemsize)
-        if c.rest < c.used:
-            exchanged += size
+        size = float(itemsize * g.share * g.rows * g.columns)
+        if g.letter:
+            yield Collective(g.axes, "all-to-all", "Muon's blocks, to owners and back", g.ways, 2, size)
         else:
-            gathered += size
-    yield Collective(axes, "all-to-all", "Muon's blocks, to owners and back", ranks, 2, exchanged)
-    yield Collective(axes, "all-gather", "Muon's blocks, from owners", ranks, 1, gathered)
+            yield Collective(g.axes, "all-gather", "Muon's blocks, from their owners", g.ways, 1, size * g.ways)
 
 
 def _forward_again(config: RunConfig) -> bool:
@@ -210,8 +222,6 @@ def _of_pipe(config: RunConfig, stage: Stage, virtual: int) -> Iterator[Collecti
     if pipe == 1:
         return
     # chunks of all stages in order of depth: stage p has every pipe-th
-    from k3jax.plan.layout import stages
-
     every = stages(model, pipe, virtual)
     chunks = [every[c % pipe].chunks[c // pipe] for c in range(pipe * virtual)]
     row = jnp.dtype(model.dtype).itemsize * shape_of(config).n * model.hidden_size / config.mesh.tensor
