@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from micro import micro_config, micro_model
 
+import k3jax.plan.compile as compiled
 from k3jax.config import ConfigError, KDAConfig, MeshConfig, MoEConfig, RunConfig
 from k3jax.plan.compile import compile_step, fitted_to
 from k3jax.plan.hlo import read_program
@@ -76,9 +77,14 @@ def config_on(mesh: MeshConfig) -> RunConfig:
     return micro_config("none", "none", model=model, train={"remat": "layer"}, data={"batch_size": 8}, mesh=mesh)
 
 
-def test_a_mesh_that_the_trainer_lacks_is_refused_before_anything_is_compiled():
-    with pytest.raises(ConfigError, match="pipe must be 1"):
-        compile_step(config_on(MeshConfig()), MeshConfig(pipe=2))
+def test_a_mesh_that_the_trainer_lacks_is_refused_before_anything_is_traced(monkeypatch):
+    def refuse(mesh):
+        raise ConfigError("mesh axes tensor must be 1")
+
+    monkeypatch.setattr(compiled, "make_mesh", refuse)
+    monkeypatch.setattr(compiled, "abstract_state", None)
+    with pytest.raises(ConfigError, match="tensor must be 1"):
+        compile_step(config_on(MeshConfig()), MeshConfig(tensor=2))
 
 
 @pytest.mark.slow
