@@ -77,12 +77,12 @@ def _add(computation: _Computation, shapes: dict[str, str], result: str, shape: 
             computation.calls[called] += 1
     kind = op.removesuffix("-start")
     if kind in _OPS and _ranks(rest) != 1:  # a group of one device is left where nothing has to be moved
-        arrays = [shapes.get(a, "") for a in arguments] if kind == "reduce-scatter" else [shape]
-        if op.endswith("-start") and kind in ("all-gather", "collective-permute"):  # a tuple of operands and results
-            sizes = _sizes(shape)
-            size = sum(s for s in sizes[len(sizes) // 2 :] if s > 8)
-        else:
-            size = sum(s for array in arrays for s in _sizes(array) if s > 8)
+        arrays = [shapes.get(a, "") for a in arguments] if op == "reduce-scatter" else [shape]
+        sizes = [s for array in arrays for s in _sizes(array.replace("u32[]", ""))]
+        if op.endswith("-start") and (kind in ("all-gather", "collective-permute") or shape.startswith("((")):
+            half = len(sizes) // 2  # operands, then results
+            sizes = [max(pair) for pair in zip(sizes[:half], sizes[half:])]
+        size = sum(s for s in sizes if s > 8)
         if size:
             computation.bytes[kind] += size
             computation.counts[kind] += 1

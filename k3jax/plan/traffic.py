@@ -104,6 +104,7 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
         name = "experts" if leaf.is_bank else "weights"
         both = ("data", "context") if leaf.is_bank else ("data", "expert", "context")
         used = leaf.itemsize if leaf.tensor.split("/")[-1] in _WIDE else dtype
+        summed = dtype if leaf.tensor == "embed" else used  # looked up in the compute dtype, wherever it lies
         at_rest, resting = c.rest < c.used, both[:-1]
         size = float(held * c.used)
         if mesh.fsdp and at_rest:
@@ -111,12 +112,12 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
                 key = ("all-gather", resting, f"{name}, gathered where used", micro * times)
                 found[key] = found.get(key, 0.0) + float(count * c.used * used)
             key = ("reduce-scatter", resting, f"gradients of {name}", micro)
-            found[key] = found.get(key, 0.0) + size * used
+            found[key] = found.get(key, 0.0) + size * summed
             key = ("all-reduce", ("context",), f"gradients of {name}", micro)
             found[key] = found.get(key, 0.0) + held * c.rest * leaf.itemsize
             continue
         key = ("all-reduce", both, f"gradients of {name}", micro)
-        found[key] = found.get(key, 0.0) + size * used
+        found[key] = found.get(key, 0.0) + size * summed
         if at_rest:
             key = ("all-gather", resting, f"new {name}", 1)
             found[key] = found.get(key, 0.0) + size * leaf.itemsize
