@@ -9,6 +9,7 @@ Legend: R ranks of `expert`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import jax
 
-from k3jax.config import ConfigError, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from k3jax.config import ConfigError, LayerSpec, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.sharding import RULES, logical_axes
 from k3jax.train.optimizer import LEAVES, Group, make_optimizer, path_names
@@ -33,6 +34,8 @@ class Leaf:
     tensor: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    kind: LayerSpec | None
+    """Of its layers."""
     layers: frozenset[int]
     """Layers that have one like it; empty for what stands outside."""
     itemsize: int
@@ -45,11 +48,7 @@ class Leaf:
     def is_bank(self) -> bool:
         return self.axes[0] == "expert"
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[int, int, int]:
         """Muon's blocks: how many, rows, columns."""
         layout = LEAVES[self.tensor.split("/")[-1]].layout
@@ -100,16 +99,26 @@ def _leaves(model: ModelConfig, optimizer: OptimizerConfig) -> list[Leaf]:
     params = abstract_params(model)
     groups = jax.tree.leaves(make_optimizer(optimizer, params, 1).groups)
     runs = [[numbers for _, numbers in plan.run_layers()] for plan in plan_layers(model)]
-    found: list[Leaf] = []
+    kinds = kinds_of_layers(model)
+    found: dict[Leaf, frozenset[int]] = {}  # those of layers of one kind are one
     is_variable = lambda x: hasattr(x, "get_metadata")  # noqa: E731
     for (path, node), group in zip(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable), groups):
         names, shape, axes = path_names(path), tuple(node.shape), logical_axes(node)
         layers: frozenset[int] = frozenset()
         if names[0] == "segments":
-            layers, names, shape, axes = frozenset(runs[int(names[1])][int(names[3])]), names[4:], shape[1:], axes[1:]
+            layers, names = frozenset(runs[int(names[1])][int(names[3])]), names[4:]
+            shape, axes = shape[1:], axes[1:]
+        kind = kinds[min(layers)] if layers else None
         tensor = "/".join(names)
-        found.append(Leaf(tensor, shape, axes, layers, node.dtype.itemsize, group, tensor != "embed"))
-    return found
+        leaf = Leaf(tensor, shape, axes, kind, frozenset(), node.dtype.itemsize, group, tensor != "embed")
+        found[leaf] = found.get(leaf, frozenset()) | layers
+    return [dataclasses.replace(leaf, layers=layers) for leaf, layers in found.items()]
+
+
+@functools.cache
+def kinds_of_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """`model.layers`, kept."""
+    return model.layers
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from k3jax.config import LayerSpec, MeshConfig, ModelConfig, Remat, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks
+from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks
 
 Phase = Literal["backward", "loss", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -164,6 +165,12 @@ def _moe_tensors(model: ModelConfig, mesh: MeshConfig, a: int) -> list[Saved]:
     ]
 
 
+def moe_layers_of(model: ModelConfig, stage: Stage) -> int:
+    """MoE layers of a stage."""
+    kinds = kinds_of_layers(model)
+    return sum(kinds[layer].ffn == "moe" for layer in stage.layers)
+
+
 def expert_rows(config: RunConfig) -> int:
     """Rows that a rank's experts compute in a micro-batch: tokens × k, padded by segment."""
     moe, mesh = config.model.moe, config.mesh
@@ -259,6 +266,9 @@ def bank_rows(model: ModelConfig, layers: Iterable[int]) -> int:
     return 0 if model.attn_res_block_size is None else max(layers) // model.attn_res_block_size + 1
 
 
+_segments = functools.cache(plan_layers)
+
+
 @functools.cache
 def outside_loops(config: RunConfig) -> frozenset[int]:
     """Layers that no loop runs over, although layers are not unrolled.
@@ -269,7 +279,7 @@ def outside_loops(config: RunConfig) -> frozenset[int]:
     if config.train.unroll or config.mesh.pipe > 1:
         return frozenset()
     alone: set[int] = set()
-    for plan in plan_layers(config.model):
+    for plan in _segments(config.model):
         layer = plan.first_layer
         for repeat in plan.repeats:
             for run in repeat.runs:
@@ -282,36 +292,41 @@ def outside_loops(config: RunConfig) -> frozenset[int]:
 
 def _kept(config: RunConfig, layers: Iterable[int], preset: Remat) -> float:
     """Bytes that layers keep of one micro-batch."""
-    model, n, alone = config.model, shape_of(config).n, outside_loops(config)
-    tensors = {spec: saved_tensors(model, spec, config.mesh) for spec in set(model.layers)}
+    model, alone, total = config.model, outside_loops(config), 0.0
+    chosen = set(layers)
+    for part, kept in ((chosen & alone, "none"), (chosen - alone, preset)):
+        for spec, count in _counts(model, part).items():
+            tensors = saved_tensors(model, spec, config.mesh)
+            total += count * sum(tensor.bytes for tensor in tensors if kept in tensor.presets)
+    return shape_of(config).n * total
 
-    def of_layer(layer: int) -> float:
-        kept: Remat = "none" if layer in alone else preset
-        return sum(tensor.bytes for tensor in tensors[model.layers[layer]] if kept in tensor.presets)
 
-    return n * sum(of_layer(layer) for layer in layers)
+def _counts(model: ModelConfig, layers: Iterable[int]) -> Counter[LayerSpec]:
+    kinds = kinds_of_layers(model)
+    return Counter(kinds[layer] for layer in layers)
 
 
-def _rounded(leaves: list[Leaf], config: RunConfig, layer: int, *, rest: bool = False) -> float:
-    """Bytes of a layer's weights in the dtype of products, in the layout of use (or at rest)."""
+def _rounded(leaves: list[Leaf], config: RunConfig, spec: LayerSpec, *, rest: bool = False) -> float:
+    """Bytes of the weights of a layer in the dtype of products, in the layout of use (or at rest)."""
     a = jnp.dtype(config.model.dtype).itemsize
-    cuts = ((leaf, cut(leaf, config.mesh)) for leaf in leaves if layer in leaf.layers)
-    return a * sum((c.rest if rest else c.used) for _, c in cuts)
+    cuts = (cut(leaf, config.mesh) for leaf in leaves if leaf.kind == spec)
+    return a * sum(c.rest if rest else c.used for c in cuts)
 
 
 def _weights_kept(leaves: list[Leaf], config: RunConfig, layers: Iterable[int], preset: Remat) -> float:
     """Rounded or gathered weights that the backward pass finds where the forward pass left them."""
-    model, fsdp = config.model, config.mesh.fsdp
+    model, fsdp, rest = config.model, config.mesh.fsdp, False
     if model.dtype == model.param_dtype and not fsdp:
         return 0.0
-    if preset == "none" or (fsdp and preset == "products"):
-        return sum(_rounded(leaves, config, layer) for layer in layers)
-    if config.train.unroll:
-        return sum(_rounded(leaves, config, layer, rest=fsdp) for layer in layers)
-    if preset == "products":  # w1 and w3 side by side
-        banks = [leaf for leaf in leaves if leaf.is_bank and leaf.tensor.split("/")[-1] in ("w1", "w3")]
-        return sum(_rounded(banks, config, layer) for layer in layers)
-    return 0.0
+    if preset != "none" and not (fsdp and preset == "products"):
+        if config.train.unroll:
+            rest = fsdp
+        elif preset == "products":  # w1 and w3 side by side
+            leaves = [leaf for leaf in leaves if leaf.is_bank and leaf.tensor.split("/")[-1] in ("w1", "w3")]
+        else:
+            return 0.0
+    counts = _counts(model, layers)
+    return sum(count * _rounded(leaves, config, spec, rest=rest) for spec, count in counts.items())
 
 
 def _optimizer_transients(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
@@ -340,7 +355,7 @@ def _sums(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
 
 def _loop_copies(leaves: list[Leaf], config: RunConfig, layers: tuple[int, ...]) -> float:
     """A loop over equal blocks slices a block's weights out of their stacks, and adds its gradients into theirs."""
-    for plan in plan_layers(config.model):
+    for plan in _segments(config.model):
         blocks = len(set(layers) & set(range(plan.first_layer, plan.first_layer + plan.num_blocks * plan.block_layers)))
         if config.train.unroll or blocks < 2 * plan.block_layers:
             continue
@@ -360,7 +375,7 @@ def _units(config: RunConfig, layers: Iterable[int], *, loops: bool) -> list[tup
     """Layers whose gradients are born together, in order: the segments that loops run over, else what is recomputed."""
     model = config.model
     if loops:
-        ends = [plan.first_layer for plan in plan_layers(model)][1:]
+        ends = [plan.first_layer for plan in _segments(model)][1:]
         of = lambda layer: sum(layer >= end for end in ends)  # noqa: E731
     elif config.train.remat == "block":
         of = lambda layer: layer // (model.attn_res_block_size or model.num_layers)  # noqa: E731
@@ -375,16 +390,24 @@ def _units(config: RunConfig, layers: Iterable[int], *, loops: bool) -> list[tup
 def _recomputed(leaves: list[Leaf], config: RunConfig, layers: Iterable[int]) -> float:
     """Working set of the backward pass in some layers: what one unit forms anew, its weights, and its largest half."""
     model, preset, worst = config.model, config.train.remat, 0.0
-    transients = {spec: _backward_transients(config, spec) for spec in set(model.layers)}
+    seen: set[frozenset] = set()  # units of the same layers need the same
     for unit in _units(config, layers, loops=False):
+        counts = _counts(model, unit)
+        alone = len(outside_loops(config).intersection(unit))
+        key = frozenset([*counts.items(), alone])
+        if key in seen:
+            continue
+        seen.add(key)
         formed = _kept(config, unit, "none") - _kept(config, unit, preset)
-        rounded = [_rounded(leaves, config, layer) for layer in unit]
-        weights = sum(rounded) if preset == "block" and not config.mesh.fsdp else max(rounded)
+        rounded = {spec: _rounded(leaves, config, spec) for spec in counts}
+        weights = max(rounded.values())
+        if preset == "block" and not config.mesh.fsdp:
+            weights = sum(count * rounded[spec] for spec, count in counts.items())
         if preset == "sublayer":
             formed /= 2  # one half at a time
         if preset == "none":
             weights = 0.0
-        worst = max(worst, formed + weights + max(transients[model.layers[layer]] for layer in unit))
+        worst = max(worst, formed + weights + max(_backward_transients(config, spec) for spec in counts))
     return worst
 
 
@@ -429,7 +452,7 @@ def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: 
     cuts = [(leaf, cut(leaf, mesh), stage.holds(leaf)) for leaf in leaves]
     parameters = sum(held * leaf.itemsize * (c.rest if mesh.fsdp else c.used) for leaf, c, held in cuts)
     slots = sum(held * leaf.itemsize * c.rest * (2 if leaf.group == "adamw" else 1) for leaf, c, held in cuts)
-    moe_layers = sum(model.layers[layer].ffn == "moe" for layer in stage.layers)
+    moe_layers = moe_layers_of(model, stage)
     experts = model.moe.num_experts
     balancing = moe_layers * 4 * experts * (1 + model.moe.qb_bins)
 

@@ -9,6 +9,7 @@ Model FLOPs are those of `k3jax.train.flops`; what is computed again comes on to
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import numpy as np
 
 from k3jax.config import MeshConfig, ModelConfig, RunConfig
 from k3jax.plan.chips import Chip
-from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks
-from k3jax.plan.memory import bank_rows, expert_rows, saved_tensors, shape_of
+from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks
+from k3jax.plan.memory import bank_rows, expert_rows, moe_layers_of, saved_tensors, shape_of
 from k3jax.plan.traffic import Collective
 from k3jax.sharding import AXES
 from k3jax.train import flops
@@ -49,7 +50,8 @@ class Work:
 
 def model_flops(model: ModelConfig, layers: Iterable[int], sequence: int, *, head: bool) -> dict[str, float]:
     """Forward and backward operations a token by mechanism, of some layers."""
-    per_token, chosen = flops.flops_by_mechanism(model, sequence), [model.layers[layer] for layer in layers]
+    per_token, kinds = flops.flops_by_mechanism(model, sequence), kinds_of_layers(model)
+    chosen = [kinds[layer] for layer in layers]
     mixers, ffns = [spec.mixer for spec in chosen], [spec.ffn for spec in chosen]
     num_mla = len(model.mla_layers)
     shares = {
@@ -58,11 +60,11 @@ def model_flops(model: ModelConfig, layers: Iterable[int], sequence: int, *, hea
         "dense": (ffns.count("dense"), model.num_dense_layers),
         "moe": (ffns.count("moe"), model.num_moe_layers),
     }
-    kind = {"kda": "kda", "kda_recurrence": "kda", "mla": "mla", "mla_attention": "mla", "dense_mlp": "dense"}
-    kind |= dict.fromkeys(("router", "latent", "shared_experts", "routed_experts"), "moe")
+    part_of = {"kda": "kda", "kda_recurrence": "kda", "mla": "mla", "mla_attention": "mla", "dense_mlp": "dense"}
+    part_of |= dict.fromkeys(("router", "latent", "shared_experts", "routed_experts"), "moe")
     found = {}
     for name, count in per_token.items():
-        part, whole = (int(head), 1) if name == "head" else shares[kind[name]]
+        part, whole = (int(head), 1) if name == "head" else shares[part_of[name]]
         found[name] = count * part / whole if whole else 0.0
     return found
 
@@ -90,11 +92,12 @@ def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Wor
 
     passes = 2 + (config.train.remat in ("sublayer", "layer", "block"))
     weights = sum(stage.holds(leaf) * cut(leaf, mesh).used for leaf in leaves) * (a * passes + 4)
-    saved = {spec: sum(t.bytes for t in saved_tensors(model, spec, mesh)) for spec in set(model.layers)}
+    kinds = kinds_of_layers(model)
+    saved = {spec: sum(t.bytes for t in saved_tensors(model, spec, mesh)) for spec in set(kinds)}
     # each is written and read forward, read backward, and its gradient written and read; forming it anew is once more
-    activations = sum(n * saved[model.layers[layer]] for layer in stage.layers) * (3 + passes)
+    activations = sum(n * saved[kinds[layer]] for layer in stage.layers) * (3 + passes)
     moe = model.moe
-    rows = expert_rows(config) * sum(model.layers[layer].ffn == "moe" for layer in stage.layers)
+    rows = expert_rows(config) * moe_layers_of(model, stage)
     activations += 2 * a * rows * (6 * moe.expert_size / mesh.tensor + 4 * (moe.latent_size or model.hidden_size))
     # every mix reads its sources, forward, again, and twice for the gradients
     sources = sum(2 * (bank_rows(model, (layer,)) + 2) for layer in stage.layers)
@@ -115,6 +118,7 @@ def optimizer_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Work:
     return Work({"matmul": newton_schulz_flops(leaves, config, stage)}, 6.0 * held)
 
 
+@functools.cache
 def group_ranks(mesh: MeshConfig, axes: tuple[str, ...], domain: int) -> tuple[int, int]:
     """Ranks of a collective over some axes: (in one domain of fast links, domains); devices are in mesh order."""
     ids = np.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)

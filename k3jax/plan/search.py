@@ -10,7 +10,8 @@ from pathlib import Path
 from k3jax.config import ConfigError, MeshConfig, RunConfig
 from k3jax.plan.chips import Chip
 from k3jax.plan.chips import chip as chip_named
-from k3jax.plan.layout import Work, leaves, refusals, units
+from k3jax.plan.layout import Work, leaves, refusals, stages, units
+from k3jax.plan.memory import predict_stage
 from k3jax.plan.plan import Plan, plan_checked
 
 MAX_VIRTUAL = 4
@@ -56,40 +57,63 @@ def legal_meshes(config: RunConfig, devices: int) -> Iterator[tuple[MeshConfig, 
 
 
 def search(
-    config: RunConfig, devices: int, *, chip: str | Chip = "H200", chips_file: str | Path | None = None
+    config: RunConfig,
+    devices: int,
+    *,
+    chip: str | Chip = "H200",
+    chips_file: str | Path | None = None,
+    lacking: int = 20,
 ) -> list[Candidate]:
-    """Every legal mesh: those that fit first, by predicted time, then those that do not, by how little they lack.
+    """Legal meshes: all that fit, by predicted time, then those that do not fit and lack least.
 
     The batch, the sequence and the remat preset are the configuration's; micro-batches are chosen.
+
+    Args:
+        lacking: how many of those that do not fit.
 
     Raises:
         ConfigError: no mesh of that many devices is legal.
     """
     found = chip if isinstance(chip, Chip) else chip_named(chip, chips_file)
-    parameters, candidates = leaves(config), []
+    parameters = leaves(config)
+
+    def candidate(mesh: MeshConfig, virtual: int, micro: int) -> Candidate:
+        return Candidate(mesh, virtual, micro, plan_checked(on(mesh, micro), found, virtual, parameters))
+
+    def on(mesh: MeshConfig, micro: int) -> RunConfig:
+        return dataclasses.replace(config, mesh=mesh, train=dataclasses.replace(config.train, accumulation=micro))
+
+    fitting, short = [], []
     for mesh, virtual, micro in legal_meshes(config, devices):
-        train = dataclasses.replace(config.train, accumulation=micro)
-        result = plan_checked(dataclasses.replace(config, mesh=mesh, train=train), found, virtual, parameters)
-        candidates.append(Candidate(mesh, virtual, micro, result))
-    if not candidates:
+        parts = stages(config.model, mesh.pipe, virtual)
+        # the first stage keeps most micro-batches, the last has the logits
+        ends = (predict_stage(parameters, on(mesh, micro), stage, virtual) for stage in {parts[0], parts[-1]})
+        least = max(memory.peak for memory in ends)
+        if least > found.memory_bytes:
+            short.append((least, mesh, virtual, micro))
+        else:
+            fitting.append(candidate(mesh, virtual, micro))
+    if not fitting and not short:
         raise ConfigError(
             f"no mesh of {devices} devices is legal for {config.data.batch_size} sequences of "
             f"{config.data.sequence_length} tokens: data × expert must divide the batch, expert the "
             f"{config.model.moe.num_experts} experts, tensor the heads ({config.model.kda.num_heads} and "
             f"{config.model.mla.num_heads}), and pipe × virtual may be at most {len(units(config.model))}"
         )
+    short.sort(key=lambda entry: entry[0])
+    fitting += [candidate(*entry[1:]) for entry in short[:lacking]]
 
-    def order(c: Candidate) -> tuple:
-        return (not c.plan.fits, c.plan.time.predicted if c.plan.fits else c.plan.memory.peak)
+    def order(c: Candidate) -> tuple[bool, float]:
+        return not c.plan.fits, c.plan.time.predicted if c.plan.fits else c.plan.memory.peak
 
-    return sorted(candidates, key=order)
+    return sorted(fitting, key=order)
 
 
 def search_text(candidates: list[Candidate], top: int = 20) -> str:
     """The best of them as a table for people."""
     fitting, chip = [c for c in candidates if c.plan.fits], candidates[0].plan.chip
     available = chip.memory_bytes / 2**30
-    lines = [f"{len(candidates)} legal meshes, {len(fitting)} fit in {available:.1f} GiB; all numbers are estimates"]
+    lines = [f"{len(fitting)} legal meshes fit in {available:.1f} GiB of a device; all numbers are estimates"]
     if not fitting:
         lines.append("none fits; these lack least")
     head = f"{'pipe':>4} {'data':>5} {'expert':>6} {'context':>7} {'tensor':>6} {'fsdp':>5} {'virtual':>7} {'micro':>6}"

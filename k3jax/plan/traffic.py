@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut, muon_blocks, stages
-from k3jax.plan.memory import outside_loops, shape_of
+from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages
+from k3jax.plan.memory import moe_layers_of, outside_loops, shape_of
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
 
@@ -145,10 +145,6 @@ def _forward_again(config: RunConfig) -> bool:
     return config.train.remat == "block"
 
 
-def _moe_layers(config: RunConfig, stage: Stage) -> int:
-    return sum(config.model.layers[layer].ffn == "moe" for layer in stage.layers)
-
-
 def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     """MoonEP: rows out and back, copies of experts, their gradients. Copies are counted as if all slots were filled."""
     model, moe, axes_ranks = config.model, config.model.moe, _axes(config, "expert")
@@ -156,7 +152,7 @@ def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     if R == 1:
         return
     a, n, times = jnp.dtype(model.dtype).itemsize, shape_of(config).n, config.train.accumulation
-    times *= _moe_layers(config, stage)
+    times *= moe_layers_of(config.model, stage)
     latent, again = moe.latent_size or model.hidden_size, _forward_again(config)
     rows, copies = float(n * moe.experts_per_token), copy_slots(moe.num_experts, R)
     matrices = 3 * latent * moe.expert_size / config.mesh.tensor * a
@@ -196,7 +192,7 @@ def _of_context(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     axes, C = _axes(config, "context")
     model, mesh, shape = config.model, config.mesh, shape_of(config)
     a, kda, mla = jnp.dtype(model.dtype).itemsize, model.kda, model.mla
-    kinds = [model.layers[layer].mixer for layer in stage.layers]
+    kinds = [kinds_of_layers(model)[layer].mixer for layer in stage.layers]
     of_kda, of_mla = (kinds.count(kind) * config.train.accumulation for kind in ("kda", "mla"))
     H, K, again = kda.num_heads / mesh.tensor, kda.head_dim, config.train.remat in ("sublayer", "layer", "block")
     maps = shape.rows * C * H * K * 2 * K * 4
@@ -237,6 +233,6 @@ def _of_pipe(config: RunConfig, stage: Stage, virtual: int) -> Iterator[Collecti
 
 def _of_balancing(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     axes, ranks = _axes(config, "data", "expert", "context")
-    moe, times = config.model.moe, _moe_layers(config, stage) * config.train.accumulation
+    moe, times = config.model.moe, moe_layers_of(config.model, stage) * config.train.accumulation
     size = float(4 * moe.num_experts * (moe.qb_bins + 1))
     yield Collective(axes, "all-reduce", "histograms and loads of experts", ranks, times, size)

@@ -240,7 +240,7 @@ def test_search_says_what_lacks_least_when_nothing_fits(tmp_path, capsys):
     table.write_text("[H200]\nmemory_gib = 8.0\n")
     assert main(["configs/proxy.py", "--batch", "16", "--search", "2", "--chips", str(table)]) == 0
     out = capsys.readouterr().out
-    assert "0 fit in 7.5 GiB" in out
+    assert "0 legal meshes fit in 7.5 GiB" in out
     assert "none fits; these lack least" in out
     with pytest.raises(ConfigError, match="no mesh of 7 devices is legal for 16 sequences"):
         search(dataclasses.replace(proxy_config(16), train=TrainConfig(accumulation=16)), 7)
