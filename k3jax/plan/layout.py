@@ -1,8 +1,8 @@
 """What there is to place: every parameter by layer, how a mesh cuts it, and which layers a pipeline stage holds.
 
-Axes mean here: `expert` keeps banks of experts at home (E/R a rank), `tensor` cuts heads, MLP columns and the
-vocabulary, `pipe` cuts layers at borders of the period of mixers; `context` cuts no parameter. At rest, a device of
-data × expert keeps a slice (`k3jax.sharding`), of a bank one over data.
+Axes mean here: `expert` keeps banks of experts at home (E/R a rank), `tensor` cuts heads, columns of the dense and
+shared feed-forwards and the vocabulary, `pipe` cuts layers at borders of the period of mixers. At rest a parameter is
+cut over all axes but `pipe` that it does not use, over which it would else lie in copies.
 
 Legend: R ranks of `expert`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +24,10 @@ from k3jax.train.optimizer import LEAVES, Group, make_optimizer, path_names
 from k3jax.train.state import abstract_params
 
 TENSOR = ("heads", "mlp", "vocab")
-"""Logical axes that `tensor` cuts."""
+"""Logical axes that `tensor` cuts, but in banks of experts."""
+COPIES = ("data", "expert", "context", "tensor")
+"""Mesh axes over which a parameter lies in copies, where it does not use them."""
+_NEVER_AT_REST = ("batch", "time", "sequence", "layers", "conv")
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ class Cut:
     """In the layout that it is computed with."""
     rest: int
     """At rest: optimizer state always, parameters with `mesh.fsdp`."""
-    letter: str
-    """Of the axis that is cut at rest in the layout of Muon's blocks; empty: none is."""
+    copies: tuple[str, ...]
+    """Mesh axes over which it lies in copies while it is used."""
+    by_axis: tuple[tuple[int, tuple[str, ...]], ...]
+    """At rest: which of its axes are cut over which mesh axes."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +129,30 @@ def kinds_of_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 @functools.cache
 def cut(leaf: Leaf, mesh: MeshConfig) -> Cut:
     """How a mesh cuts a parameter that it can cut (`refusals`)."""
-    local = list(leaf.shape)
-    for i, axis in enumerate(leaf.axes):
-        if axis in TENSOR:
-            local[i] //= mesh.tensor
+    over: dict[int, tuple[str, ...]] = {}
     if leaf.is_bank:
-        local[0] //= mesh.expert
-    used = math.prod(local)
-    ways = mesh.data if leaf.is_bank else mesh.data * mesh.expert
-    place = _cut_at_rest(leaf.axes, local, ways) if ways > 1 else None
+        over[0] = ("expert",)
+    else:
+        over |= {i: ("tensor",) for i, axis in enumerate(leaf.axes) if axis in TENSOR}
+    over = {i: axes for i, axes in over.items() if ways(mesh, axes) > 1}
+    taken = {axis for axes in over.values() for axis in axes}
+    local = [size // ways(mesh, over.get(i, ())) for i, size in enumerate(leaf.shape)]
+    copies = tuple(axis for axis in COPIES if axis not in taken and getattr(mesh, axis) > 1)
+    used, count = math.prod(local), ways(mesh, copies)
+    place = None
+    for name in RULES:  # the first that can be, as `k3jax.sharding.rest_spec`
+        if place is None and name in leaf.axes and name not in _NEVER_AT_REST:
+            place = leaf.axes.index(name) if local[leaf.axes.index(name)] % count == 0 else None
     if place is None:
-        return Cut(used, used, "")
-    layout = LEAVES[leaf.tensor.split("/")[-1]].layout
-    return Cut(used, used // ways, layout[place] if layout else "")
+        return Cut(used, used, copies, tuple(over.items()))
+    if copies:
+        over[place] = (*over.get(place, ()), *copies)
+    return Cut(used, used // count, copies, tuple(sorted(over.items())))
+
+
+def ways(mesh: MeshConfig, axes: Sequence[str]) -> int:
+    """Devices along some mesh axes."""
+    return math.prod(getattr(mesh, axis) for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -145,59 +161,49 @@ class Blocks:
 
     rows: int
     columns: int
-    letter: str
-    """Of the axis that is cut at rest; with "b" every device has whole blocks, else they are dealt to owners."""
-    axes: tuple[str, ...]
-    """Mesh axes over which they are cut or dealt."""
-    ways: int
+    cuts: tuple[tuple[str, tuple[str, ...], int], ...]
+    """How blocks are cut, as `k3jax.train.optimizer`: "r" or "c" with the mesh axes that cut rows or columns and their
+    number, "" with those that hold copies."""
     count: int
-    """Over all devices of `axes`."""
+    """On a device, or parts of so many."""
 
     @property
     def share(self) -> int:
-        """Blocks that a device works on."""
-        return -(-self.count // self.ways)
+        """Whole blocks that a device works on."""
+        count = self.count
+        for _, _, number in self.cuts:
+            count = -(-count // number)
+        return count
 
-    @property
-    def moves(self) -> bool:
-        return self.ways > 1 and self.letter != "b"
+    def exchanges(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
+        """(letter, mesh axes, their number, elements of the whole array on a device) on the way to owners."""
+        count = self.count
+        piece = self.rows * self.columns // math.prod(number for letter, _, number in self.cuts if letter)
+        for letter, axes, number in self.cuts:
+            count = -(-count // number)
+            yield letter, axes, number, count * number * piece
+            piece *= number if letter else 1
 
 
 def muon_blocks(leaves: list[Leaf], mesh: MeshConfig, stage: Stage) -> list[Blocks]:
-    """Muon's blocks on the devices of a stage, grouped as `k3jax.train.optimizer` does.
-
-    Whole matrices that `tensor` cuts are dealt over it too; blocks of heads stay on its devices.
-    """
-    found: dict[tuple[int, int, str, tuple[str, ...]], int] = {}
+    """Muon's blocks on the devices of a stage, grouped as `k3jax.train.optimizer` does."""
+    found: dict[tuple[int, int, tuple[tuple[str, tuple[str, ...], int], ...]], int] = {}
     for leaf in leaves:
         if leaf.group == "adamw" or not stage.holds(leaf):
             continue
+        layout, place = LEAVES[leaf.tensor.split("/")[-1]].layout, cut(leaf, mesh)
         count, rows, columns = leaf.blocks
-        layout = LEAVES[leaf.tensor.split("/")[-1]].layout
-        letters = {letter for letter, axis in zip(layout, leaf.axes) if axis in TENSOR}
-        axes = ("data",) if leaf.is_bank else ("data", "expert")
-        letter = cut(leaf, mesh).letter
-        if leaf.is_bank:
-            count //= mesh.expert
-        if mesh.tensor > 1 and letters == {"b"}:
-            count //= mesh.tensor
-        elif mesh.tensor > 1 and letters:
-            axes, letter = (*axes, "tensor"), min(letters)
-        axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
-        key = (rows, columns, letter, axes)
+        cuts: list[tuple[str, tuple[str, ...], int]] = []
+        for i, axes in place.by_axis:
+            if layout[i] == "b":
+                count //= ways(mesh, axes)
+            else:
+                cuts.append((layout[i], axes, ways(mesh, axes)))
+        if place.rest == place.used and place.copies:
+            cuts.append(("", place.copies, ways(mesh, place.copies)))
+        key = (rows, columns, tuple(cuts))
         found[key] = found.get(key, 0) + count * stage.holds(leaf)
-    return [
-        Blocks(rows, columns, letter, axes, math.prod(getattr(mesh, axis) for axis in axes), count)
-        for (rows, columns, letter, axes), count in found.items()
-    ]
-
-
-def _cut_at_rest(axes: Sequence[str], local: Sequence[int], ways: int) -> int | None:
-    """The axis that `k3jax.sharding.rest_spec` would cut."""
-    for name, rule in RULES.items():
-        if rule.rest and name in axes and local[axes.index(name)] % ways == 0:
-            return axes.index(name)
-    return None
+    return [Blocks(rows, columns, cuts, count) for (rows, columns, cuts), count in found.items()]
 
 
 def period(model: ModelConfig) -> int:
@@ -248,7 +254,7 @@ def refusals(model: ModelConfig, mesh: MeshConfig, work: Work, virtual: int = 1)
         "MLA heads": model.mla.num_heads,
         "vocabulary": model.vocab_size,
         "dense MLP": model.dense_size,
-        "expert MLP": model.moe.expert_size,
+        "shared experts": model.moe.num_shared_experts * model.moe.expert_size,
     }
     for name, size in sizes.items():
         if size % mesh.tensor:
@@ -256,12 +262,13 @@ def refusals(model: ModelConfig, mesh: MeshConfig, work: Work, virtual: int = 1)
     experts = model.moe.num_experts
     if experts % mesh.expert:
         found.append(f"expert {mesh.expert} does not divide the {experts} experts; legal are {_legal([experts])}")
-    elif mesh.fsdp and experts % (mesh.expert * mesh.data):
+    elif mesh.fsdp and experts % ways(mesh, COPIES):
+        product = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in COPIES)
         found.append(
-            f"mesh.fsdp cuts the {experts} experts over data {mesh.data} × expert {mesh.expert} = "
-            f"{mesh.data * mesh.expert} devices; legal are data × expert in {_legal([experts])}, or no fsdp"
+            f"mesh.fsdp cuts the {experts} experts over {product} = {ways(mesh, COPIES)} devices; legal are products "
+            f"in {_legal([experts])}, or no fsdp"
         )
-    shards, ways = mesh.context * mesh.tensor, mesh.data * mesh.expert
+    shards, parts = mesh.context * mesh.tensor, mesh.data * mesh.expert
     if work.sequence % shards:
         found.append(
             f"context {mesh.context} × tensor {mesh.tensor} = {shards} does not divide {work.sequence} tokens a "
@@ -272,12 +279,12 @@ def refusals(model: ModelConfig, mesh: MeshConfig, work: Work, virtual: int = 1)
             f"context {mesh.context}: {work.sequence // mesh.context} tokens a shard, and a convolution looks {tail} "
             f"back; legal are context in 1..{work.sequence // tail} that divide {work.sequence}"
         )
-    if work.batch % (work.micro_batches * ways):
-        legal = _legal([work.batch // ways]) if work.batch % ways == 0 else ""
+    if work.batch % (work.micro_batches * parts):
+        legal = _legal([work.batch // parts]) if work.batch % parts == 0 else ""
         found.append(
             f"{work.batch} sequences in {work.micro_batches} micro-batches do not divide over data {mesh.data} × "
-            f"expert {mesh.expert} = {ways} devices; legal are "
-            + (f"micro-batches in {legal}" if legal else f"batches that are multiples of {ways}")
+            f"expert {mesh.expert} = {parts} devices; legal are "
+            + (f"micro-batches in {legal}" if legal else f"batches that are multiples of {parts}")
         )
     if mesh.pipe == 1 and virtual > 1:
         found.append(f"virtual {virtual} stages need pipe > 1; legal is virtual 1")

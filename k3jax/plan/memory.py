@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from k3jax.config import LayerSpec, MeshConfig, ModelConfig, Remat, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks
+from k3jax.plan.layout import COPIES, Leaf, Stage, cut, kinds_of_layers, muon_blocks, ways
 
 Phase = Literal["backward", "loss", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -95,18 +95,19 @@ _SUBLAYER = _PRODUCTS | {"sublayer"}
 def saved_tensors(model: ModelConfig, spec: LayerSpec, mesh: MeshConfig) -> list[Saved]:
     """What a layer's two halves need for their backward passes, and which presets keep it.
 
-    The stream between sublayers is sharded over `tensor`, heads and MLP columns inside them too; `context` makes MLA
-    hold keys and values of all shards.
+    Over `tensor`, the stream between sublayers and the tokens of experts are sharded, heads and MLP columns inside
+    sublayers too; `context` makes MLA hold keys and values of all shards.
     """
     a, D, T = jnp.dtype(model.dtype).itemsize, model.hidden_size, mesh.tensor
+    whole = a * D * (1 + 1 / T if T > 1 else 1)  # with what is gathered over `tensor`
     mixer = _kda_tensors(model, T, a) if spec.mixer == "kda" else _mla_tensors(model, mesh, a)
     ffn = _mlp_tensors("mlp", model.dense_size / T, a) if spec.ffn == "dense" else _moe_tensors(model, mesh, a)
     return [
         Saved("layer input", a * D / T, _KERNELS),
-        Saved("normed input of the mixer", a * D, _PRODUCTS),
+        Saved("normed input of the mixer", whole, _PRODUCTS),
         *mixer,
         Saved("stream between the halves", a * D / T, _SUBLAYER),
-        Saved("normed input of the feed-forward", a * D, _PRODUCTS),
+        Saved("normed input of the feed-forward", whole, _PRODUCTS),
         *ffn,
     ]
 
@@ -150,18 +151,17 @@ def _mlp_tensors(name: str, columns: float, a: int) -> list[Saved]:
 
 
 def _moe_tensors(model: ModelConfig, mesh: MeshConfig, a: int) -> list[Saved]:
-    moe = model.moe
+    moe, T = model.moe, mesh.tensor
     latent, k = moe.latent_size or model.hidden_size, moe.experts_per_token
-    shared = moe.num_shared_experts * moe.expert_size / mesh.tensor
     return [
-        Saved("router scores and logits, float32", 2 * 4 * moe.num_experts, _NONE),
-        Saved("routing: weights, slots, rows", 3 * 4 * k, _NONE),
-        Saved("latent", a * latent * (moe.latent_size is not None), _PRODUCTS),
+        Saved("router scores and logits, float32", 2 * 4 * moe.num_experts / T, _NONE),
+        Saved("routing: weights, slots, rows", 3 * 4 * k / T, _NONE),
+        Saved("latent", a * latent * (moe.latent_size is not None) / T, _PRODUCTS),
         # XLA shares them between the passes; what arrives by MoonEP is behind a barrier
-        Saved("dispatched rows", a * k * latent * (mesh.expert == 1), _NONE),
-        Saved("routed output", a * latent, _KERNELS),
-        Saved("its norm", a * latent * moe.latent_norm, _PRODUCTS),
-        *_mlp_tensors("shared experts", shared, a),
+        Saved("dispatched rows", a * k * latent * (mesh.expert == 1) / T, _NONE),
+        Saved("routed output", a * latent / T, _KERNELS),
+        Saved("its norm", a * latent * moe.latent_norm / T, _PRODUCTS),
+        *_mlp_tensors("shared experts", moe.num_shared_experts * moe.expert_size / T, a),
     ]
 
 
@@ -171,11 +171,16 @@ def moe_layers_of(model: ModelConfig, stage: Stage) -> int:
     return sum(kinds[layer].ffn == "moe" for layer in stage.layers)
 
 
+def rows_routed(config: RunConfig) -> int:
+    """Tokens of a micro-batch × k that a device routes, and with MoonEP computes."""
+    return shape_of(config).n // config.mesh.tensor * config.model.moe.experts_per_token
+
+
 def expert_rows(config: RunConfig) -> int:
     """Rows that a rank's experts compute in a micro-batch: tokens × k, padded by segment."""
     moe, mesh = config.model.moe, config.mesh
     segments = moe.num_experts // mesh.expert + (copy_slots(moe.num_experts, mesh.expert) if mesh.expert > 1 else 0)
-    return shape_of(config).n * moe.experts_per_token + segments * (ROW_ALIGN - 1)
+    return rows_routed(config) + segments * (ROW_ALIGN - 1)
 
 
 def expert_buffers(config: RunConfig) -> dict[str, float]:
@@ -185,10 +190,10 @@ def expert_buffers(config: RunConfig) -> dict[str, float]:
         return {}
     a, moe = jnp.dtype(model.dtype).itemsize, model.moe
     latent, slots = moe.latent_size or model.hidden_size, copy_slots(moe.num_experts, mesh.expert)
-    matrices = 3 * latent * moe.expert_size / mesh.tensor
+    matrices = 3 * latent * moe.expert_size
     row = a * latent
     return {
-        "rows to send": 2.0 * shape_of(config).n * moe.experts_per_token * row,  # tokens, and gradients on their way
+        "rows to send": 2.0 * rows_routed(config) * row,  # tokens, and gradients on their way
         "rows that arrive": 2.0 * expert_rows(config) * row,
         "copied experts": slots * matrices * a,
         "their gradients, to send": slots * matrices * a,
@@ -212,7 +217,7 @@ def _backward_transients(config: RunConfig, spec: LayerSpec) -> float:
     if spec.ffn == "dense":
         return max(mixer, 3 * a * n * model.dense_size / T)
     moe = model.moe
-    latent, inner, rows = moe.latent_size or model.hidden_size, moe.expert_size / T, expert_rows(config)
+    latent, inner, rows = moe.latent_size or model.hidden_size, moe.expert_size, expert_rows(config)
     # gate, up, d_hidden, hidden, d_gate, d_up; rows in, gradients in and out unless MoonEP's buffers have them
     experts = a * rows * (6 * inner + latent * (3 if mesh.expert == 1 else 1))
     bank = 3 * latent * inner * moe.num_experts / mesh.expert
@@ -347,8 +352,8 @@ def _gradients(leaves: list[Leaf], config: RunConfig, stage: Stage, layers: Iter
 
 def _sums(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
     """Slices of the gradients at rest, where micro-batches and devices are added up."""
-    ways = config.mesh.data * config.mesh.expert
-    if config.train.accumulation == 1 and (ways == 1 or config.mesh.fsdp):
+    alone = ways(config.mesh, COPIES) == 1
+    if config.train.accumulation == 1 and (alone or config.mesh.fsdp):
         return 0.0
     return sum(float(stage.holds(leaf) * leaf.itemsize * cut(leaf, config.mesh).rest) for leaf in leaves)
 
@@ -417,7 +422,8 @@ def _backward(leaves: list[Leaf], config: RunConfig, stage: Stage, flying: float
     Loops allocate stacks for all their layers at once; unrolled layers free what they kept as gradients are born.
     """
     preset = config.train.remat
-    total, sums = flying * _kept(config, stage.layers, preset), _sums(leaves, config, stage)
+    total = flying * _kept(config, stage.layers, preset)
+    sums = _sums(leaves, config, stage) if config.train.accumulation > 1 else 0.0  # else formed once all are there
     weights, worst = _weights_kept(leaves, config, stage.layers, preset), dict[str, float]()
     for chunk in stage.chunks:
         units = _units(config, chunk, loops=not config.train.unroll)

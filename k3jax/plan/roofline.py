@@ -98,7 +98,7 @@ def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Wor
     activations = sum(n * saved[kinds[layer]] for layer in stage.layers) * (3 + passes)
     moe = model.moe
     rows = expert_rows(config) * moe_layers_of(model, stage)
-    activations += 2 * a * rows * (6 * moe.expert_size / mesh.tensor + 4 * (moe.latent_size or model.hidden_size))
+    activations += 2 * a * rows * (6 * moe.expert_size + 4 * (moe.latent_size or model.hidden_size))
     # every mix reads its sources, forward, again, and twice for the gradients
     sources = sum(2 * (bank_rows(model, (layer,)) + 2) for layer in stage.layers)
     mixes = a * n * model.hidden_size / mesh.tensor * sources * (passes + 1)

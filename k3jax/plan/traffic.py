@@ -1,8 +1,8 @@
 """Collectives of a step on one device: what travels, over which axis, how often, how many bytes.
 
-What the trainer does today (data, ZeRO-1, FSDP) is listed as its program has it; the other axes as they are specified:
-`expert` is MoonEP as in `k3jax.parallel.expert`, `context` as in `k3jax.parallel.context`, `tensor` gathers the stream
-before a sublayer and reduce-scatters what comes out, `pipe` sends the partial sum and the AttnRes blocks that the
+Parameters, gradients and Muon are as the trainer's program has them. `expert` is MoonEP (`k3jax.parallel.expert`),
+`context` is `k3jax.parallel.context`; `tensor` gathers the stream before a mixer or MLP and reduce-scatters what comes
+out (tokens of experts stay where the stream has them); `pipe` sends the partial sum and the AttnRes blocks that the
 receiver has not seen. Scalars (norms, losses, counts) are left out. XLA may join collectives of one kind: then counts
 differ and bytes do not.
 
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages
-from k3jax.plan.memory import moe_layers_of, outside_loops, shape_of
+from k3jax.plan.layout import COPIES, Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages, ways
+from k3jax.plan.memory import moe_layers_of, outside_loops, rows_routed, shape_of
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
 
@@ -98,46 +98,36 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
     """Gradients of every micro-batch, and weights: gathered where they are used, or once they are new."""
     mesh, micro = config.mesh, config.train.accumulation
     dtype = jnp.dtype(config.model.dtype).itemsize
-    found: dict[tuple, float] = {}
     for leaf in leaves:
         c, held = cut(leaf, mesh), stage.holds(leaf)
         name = "experts" if leaf.is_bank else "weights"
-        both = ("data", "context") if leaf.is_bank else ("data", "expert", "context")
         used = leaf.itemsize if leaf.tensor.split("/")[-1] in _WIDE else dtype
         summed = dtype if leaf.tensor == "embed" else used  # looked up in the compute dtype, wherever it lies
-        at_rest, resting = c.rest < c.used, both[:-1]
-        size = float(held * c.used)
+        size, at_rest = float(held * c.used), c.rest < c.used
+        wanted: list[tuple[Op, str, int, float]] = []
         if mesh.fsdp and at_rest:
             for times, count in _gathers(config, leaf, stage).items():
-                key = ("all-gather", resting, f"{name}, gathered where used", micro * times)
-                found[key] = found.get(key, 0.0) + float(count * c.used * used)
-            key = ("reduce-scatter", resting, f"gradients of {name}", micro)
-            found[key] = found.get(key, 0.0) + size * summed
-            key = ("all-reduce", ("context",), f"gradients of {name}", micro)
-            found[key] = found.get(key, 0.0) + held * c.rest * leaf.itemsize
-            continue
-        key = ("all-reduce", both, f"gradients of {name}", micro)
-        found[key] = found.get(key, 0.0) + size * summed
-        if at_rest:
-            key = ("all-gather", resting, f"new {name}", 1)
-            found[key] = found.get(key, 0.0) + size * leaf.itemsize
-    for (op, names, what, count), size in found.items():
-        axes, ranks = _axes(config, *names)
-        yield Collective(axes, op, what, ranks, count, size)
+                wanted.append(("all-gather", f"{name}, gathered where used", micro * times, count * c.used * used))
+            wanted.append(("reduce-scatter", f"gradients of {name}", micro, size * summed))
+        else:
+            wanted.append(("all-reduce", f"gradients of {name}", micro, size * summed))
+            if at_rest:
+                wanted.append(("all-gather", f"new {name}", 1, size * leaf.itemsize))
+        for op, what, count, total in wanted:
+            yield Collective(c.copies, op, what, ways(mesh, c.copies), count, float(total))
 
 
 def _of_muon(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Collective]:
     """Pieces of blocks that are cut travel to their owners, and pieces of the update back; a share of blocks is filled
     up to as many for every device."""
     itemsize = jnp.dtype(config.optimizer.muon_ns_dtype).itemsize
-    for g in muon_blocks(leaves, config.mesh, stage):
-        if not g.moves:
-            continue
-        size = float(itemsize * g.share * g.rows * g.columns)
-        if g.letter:
-            yield Collective(g.axes, "all-to-all", "Muon's blocks, to owners and back", g.ways, 2, size)
-        else:
-            yield Collective(g.axes, "all-gather", "Muon's blocks, from their owners", g.ways, 1, size * g.ways)
+    for blocks in muon_blocks(leaves, config.mesh, stage):
+        for letter, axes, ranks, elements in blocks.exchanges():
+            size = float(itemsize * elements)
+            if letter:
+                yield Collective(axes, "all-to-all", "Muon's blocks, to owners and back", ranks, 2, size)
+            else:
+                yield Collective(axes, "all-gather", "Muon's blocks, from their owners", ranks, 1, size)
 
 
 def _forward_again(config: RunConfig) -> bool:
@@ -151,11 +141,11 @@ def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     axes, R = axes_ranks
     if R == 1:
         return
-    a, n, times = jnp.dtype(model.dtype).itemsize, shape_of(config).n, config.train.accumulation
+    a, times = jnp.dtype(model.dtype).itemsize, config.train.accumulation
     times *= moe_layers_of(config.model, stage)
     latent, again = moe.latent_size or model.hidden_size, _forward_again(config)
-    rows, copies = float(n * moe.experts_per_token), copy_slots(moe.num_experts, R)
-    matrices = 3 * latent * moe.expert_size / config.mesh.tensor * a
+    rows, copies = float(rows_routed(config)), copy_slots(moe.num_experts, R)
+    matrices = 3 * latent * moe.expert_size * a
     yield Collective(axes, "all-gather", "counts of rows", R, times * (1 + again), float(4 * R * moe.num_experts))
     forward, backward = 2, 3  # out and back; out again, gradients out, gradients back
     yield Collective(
@@ -232,7 +222,7 @@ def _of_pipe(config: RunConfig, stage: Stage, virtual: int) -> Iterator[Collecti
 
 
 def _of_balancing(config: RunConfig, stage: Stage) -> Iterator[Collective]:
-    axes, ranks = _axes(config, "data", "expert", "context")
+    axes, ranks = _axes(config, *COPIES)
     moe, times = config.model.moe, moe_layers_of(config.model, stage) * config.train.accumulation
     size = float(4 * moe.num_experts * (moe.qb_bins + 1))
     yield Collective(axes, "all-reduce", "histograms and loads of experts", ranks, times, size)
