@@ -43,7 +43,7 @@ KINDS = {
     "working": "estimate",
     "packing": "fitted",
 }
-"""Kinds of bytes and how they are known. `balancing` are router biases and histograms; `bank` AttnRes blocks and their
+"""Kinds of bytes and how they are known. `balancing` are router biases; `bank` AttnRes blocks and their
 gradients; `experts` MoonEP's buffers."""
 
 PACKING = {"loops": 1.46, "unrolled": 1.15}
@@ -459,8 +459,8 @@ def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: 
     parameters = sum(held * leaf.itemsize * (c.rest if mesh.fsdp else c.used) for leaf, c, held in cuts)
     slots = sum(held * leaf.itemsize * c.rest * (2 if leaf.group == "adamw" else 1) for leaf, c, held in cuts)
     moe_layers = moe_layers_of(model, stage)
-    experts = model.moe.num_experts
-    balancing = moe_layers * 4 * experts * (1 + model.moe.qb_bins)
+    balancing = moe_layers * 4 * model.moe.num_experts  # router biases
+    bins = float(balancing * model.moe.qb_bins)
 
     flying = in_flight(stage, mesh.pipe, virtual, config.train.accumulation)
     row = a * n * D / mesh.tensor
@@ -479,12 +479,12 @@ def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: 
     backward, muon = _backward(leaves, config, stage, flying), _optimizer_transients(leaves, config, stage)
     fixed = {"parameters": float(parameters), "optimizer": float(slots), "balancing": float(balancing)}
     phases: dict[Phase, dict[str, float]] = {
-        "backward": backward | {"bank": bank, "experts": sum(buffers.values())},
+        "backward": backward | {"bank": bank, "experts": sum(buffers.values()), "working": backward["working"] + bins},
         "optimizer": {"gradients": gradients, "activations": 0.0, "bank": 0.0, "experts": 0.0, "working": muon},
     }
     if stage.last:
         at_loss = {"gradients": 0.0, "activations": kept, "bank": row * (rows * math.ceil(flying) + 4)}
-        phases["loss"] = at_loss | {"experts": 0.0, "working": _loss(config)}
+        phases["loss"] = at_loss | {"experts": 0.0, "working": _loss(config) + bins}
     gaps = PACKING["unrolled" if config.train.unroll else "loops"] - 1
     for phase, kinds in phases.items():
         packing = 0.0 if phase == "optimizer" else gaps * (sum(kinds.values()) - kinds["gradients"])

@@ -101,5 +101,5 @@ def test_collectives_of_the_compiled_step_are_those_predicted(mesh):
     # for CPUs XLA leaves a reduction that is then cut as an all-reduce
     reduced = predicted["all-reduce"] + predicted.get("reduce-scatter", 0.0)
     assert found["all-reduce"] + found.get("reduce-scatter", 0) == pytest.approx(reduced, rel=0.01)
-    assert result.arguments == pytest.approx(result.plan.memory.arguments, rel=0.05)
+    assert result.arguments == pytest.approx(result.plan.memory.arguments, rel=0.01)  # and the batch
     assert any("all-gather" in line for line in result.lines())
