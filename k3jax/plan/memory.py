@@ -231,7 +231,7 @@ class Memory:
     stage: int
     phases: dict[Phase, dict[str, float]] = field(default_factory=dict)
     activations: dict[Remat, float] = field(default_factory=dict)
-    """What all micro-batches in flight keep, by preset."""
+    """What one micro-batch keeps, and in a pipeline what waits of all in flight, by preset."""
     details: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -256,14 +256,22 @@ class Memory:
         return self.peak - self.arguments
 
 
-def in_flight(stage: Stage, pipe: int, virtual: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage keeps at once under (interleaved) 1F1B; a chunk counts 1/virtual."""
+def in_flight(stage: Stage, pipe: int, micro_batches: int) -> int:
+    """Inputs of chunks that wait on a stage for their backward pass at once, under (interleaved) 1F1B."""
+    virtual = len(stage.chunks)
     if pipe == 1:
-        return 1.0
+        return 0
     if virtual == 1:
-        return float(min(micro_batches, pipe - stage.index))
-    ahead = 2 * (pipe - stage.index - 1) + (virtual - 1) * pipe + 1
-    return min(ahead, micro_batches * virtual) / virtual
+        return min(micro_batches, pipe - stage.index)
+    return min(micro_batches * virtual, 2 * (pipe - stage.index - 1) + (virtual - 1) * pipe + 1)
+
+
+def forwards_again(config: RunConfig, stage: Stage) -> float:
+    """Forward passes that a pipeline adds: of a chunk it keeps only the input, so the backward pass begins with one
+    (the last chunk has no other)."""
+    if config.mesh.pipe == 1:
+        return 0.0
+    return 1.0 - stage.last / len(stage.chunks)
 
 
 def bank_rows(model: ModelConfig, layers: Iterable[int]) -> int:
@@ -416,24 +424,24 @@ def _recomputed(leaves: list[Leaf], config: RunConfig, layers: Iterable[int]) ->
     return worst
 
 
-def _backward(leaves: list[Leaf], config: RunConfig, stage: Stage, flying: float) -> dict[str, float]:
+def _backward(leaves: list[Leaf], config: RunConfig, stage: Stage) -> dict[str, float]:
     """Gradients, activations and working set where their sum is largest while a chunk goes backwards.
 
     Loops allocate stacks for all their layers at once; unrolled layers free what they kept as gradients are born.
     """
-    preset = config.train.remat
-    total = flying * _kept(config, stage.layers, preset)
+    preset, worst = config.train.remat, dict[str, float]()
     sums = _sums(leaves, config, stage) if config.train.accumulation > 1 else 0.0  # else formed once all are there
-    weights, worst = _weights_kept(leaves, config, stage.layers, preset), dict[str, float]()
     for chunk in stage.chunks:
+        total, weights = _kept(config, chunk, preset), _weights_kept(leaves, config, chunk, preset)
         units = _units(config, chunk, loops=not config.train.unroll)
         for i, unit in enumerate(units):
             freed = [layer for u in units[i + 1 :] for layer in u]
             # loops start from zeros for the gradients of all layers, which XLA makes early
             done = [*unit, *freed] if config.train.unroll else chunk
+            end = not config.train.unroll or i == 0
             point = {
-                "gradients": sums + _gradients(leaves, config, stage, done, end=not config.train.unroll or i == 0),
-                "activations": total + weights - _kept(config, freed, preset) * min(flying, 1.0),
+                "gradients": sums + _gradients(leaves, config, stage, done, end=end),
+                "activations": total + weights - _kept(config, freed, preset),
                 "working": _recomputed(leaves, config, unit) + _loop_copies(leaves, config, unit),
             }
             if config.train.unroll:
@@ -451,7 +459,7 @@ def _loss(config: RunConfig) -> float:
     return tokens * vocabulary * (4 + a) + vocabulary * model.hidden_size * (4 + a)
 
 
-def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: int = 1) -> Memory:
+def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Memory:
     """Memory of the devices of one stage."""
     model, mesh, n = config.model, config.mesh, shape_of(config).n
     a, D, preset = jnp.dtype(model.dtype).itemsize, model.hidden_size, config.train.remat
@@ -462,32 +470,36 @@ def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage, virtual: 
     balancing = moe_layers * 4 * model.moe.num_experts  # router biases
     bins = float(balancing * model.moe.qb_bins)
 
-    flying = in_flight(stage, mesh.pipe, virtual, config.train.accumulation)
+    # inputs of chunks and AttnRes rows of all micro-batches in flight; of the one in its backward pass also the
+    # gradients of rows, and those of a block's mixes
     row = a * n * D / mesh.tensor
-    rows = bank_rows(model, stage.layers)
-    # rows of the micro-batches in flight; of the one in its backward pass their gradients, and those of a block's mixes
+    rows, flying = bank_rows(model, stage.layers), in_flight(stage, mesh.pipe, config.train.accumulation)
+    micro_batches = max(1, math.ceil(flying / len(stage.chunks)))
     size = model.attn_res_block_size or 0
     of_block = max(sum(layer // size == block for layer in stage.layers) for block in range(rows)) if rows else 0
-    bank = row * (rows * math.ceil(flying) + rows + 2 * of_block)
+    waiting, bank = row * flying, row * (rows * micro_batches + rows + 2 * of_block)
 
     memory = Memory(stage.index)
     for each in get_args(Remat):
-        memory.activations[each] = flying * _kept(config, stage.layers, each)
-    kept = memory.activations[preset] + _weights_kept(leaves, config, stage.layers, preset)
+        memory.activations[each] = waiting + max(_kept(config, chunk, each) for chunk in stage.chunks)
+    last = stage.chunks[-1]
+    kept = waiting + _kept(config, last, preset) + _weights_kept(leaves, config, last, preset)
     gradients = _sums(leaves, config, stage) or _gradients(leaves, config, stage, stage.layers, end=True)
     buffers = expert_buffers(config) if moe_layers else {}
-    backward, muon = _backward(leaves, config, stage, flying), _optimizer_transients(leaves, config, stage)
+    backward, muon = _backward(leaves, config, stage), _optimizer_transients(leaves, config, stage)
+    backward = {k: v + {"activations": waiting, "working": bins}.get(k, 0.0) for k, v in backward.items()}
     fixed = {"parameters": float(parameters), "optimizer": float(slots), "balancing": float(balancing)}
     phases: dict[Phase, dict[str, float]] = {
-        "backward": backward | {"bank": bank, "experts": sum(buffers.values()), "working": backward["working"] + bins},
+        "backward": backward | {"bank": bank, "experts": sum(buffers.values())},
         "optimizer": {"gradients": gradients, "activations": 0.0, "bank": 0.0, "experts": 0.0, "working": muon},
     }
     if stage.last:
-        at_loss = {"gradients": 0.0, "activations": kept, "bank": row * (rows * math.ceil(flying) + 4)}
+        at_loss = {"gradients": 0.0, "activations": kept, "bank": row * (rows * micro_batches + 4)}
         phases["loss"] = at_loss | {"experts": 0.0, "working": _loss(config) + bins}
     gaps = PACKING["unrolled" if config.train.unroll else "loops"] - 1
     for phase, kinds in phases.items():
-        packing = 0.0 if phase == "optimizer" else gaps * (sum(kinds.values()) - kinds["gradients"])
-        memory.phases[phase] = fixed | kinds | {"packing": packing}
+        # what waits between programs of a pipeline is packed by none
+        packed = sum(kinds.values()) - kinds["gradients"] - (waiting + row * rows * micro_batches if flying else 0.0)
+        memory.phases[phase] = fixed | kinds | {"packing": 0.0 if phase == "optimizer" else gaps * packed}
     memory.details = {"MoonEP buffers": buffers, "live": {p: sum(k.values()) for p, k in phases.items()}}
     return memory

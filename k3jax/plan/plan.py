@@ -203,7 +203,7 @@ def on_mesh(config: RunConfig, mesh: MeshConfig, virtual: int = 1) -> RunConfig:
 def plan_checked(config: RunConfig, chip: Chip, virtual: int, parameters: list[Leaf]) -> Plan:
     """`plan` of a configuration whose mesh is legal, with the parameters of its model."""
     parts = stages(config.model, config.mesh.pipe, virtual)
-    memories = [memory.predict_stage(parameters, config, stage, virtual) for stage in parts]
+    memories = [memory.predict_stage(parameters, config, stage) for stage in parts]
     sent = [traffic.collectives(parameters, config, stage, virtual) for stage in parts]
     time = roofline.step_time(parameters, config, parts, sent, chip, virtual)
     muon = max(roofline.newton_schulz_flops(parameters, config, stage) for stage in parts)

@@ -20,7 +20,7 @@ import numpy as np
 from k3jax.config import MeshConfig, ModelConfig, RunConfig
 from k3jax.plan.chips import Chip
 from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks
-from k3jax.plan.memory import bank_rows, expert_rows, moe_layers_of, saved_tensors, shape_of
+from k3jax.plan.memory import bank_rows, expert_rows, forwards_again, moe_layers_of, saved_tensors, shape_of
 from k3jax.plan.traffic import Collective
 from k3jax.sharding import AXES
 from k3jax.train import flops
@@ -69,14 +69,16 @@ def model_flops(model: ModelConfig, layers: Iterable[int], sequence: int, *, hea
     return found
 
 
-def again(config: RunConfig, mechanism: str) -> float:
+def again(config: RunConfig, stage: Stage, mechanism: str) -> float:
     """Operations computed a second time, over those of a forward and a backward pass."""
-    experts = 2 / 9 if mechanism == "routed_experts" else 0.0  # their backward pass forms gate and up anew
-    if mechanism == "head" or config.train.remat in ("none", "products"):
-        return experts
+    if mechanism == "head":
+        return 0.0
+    more = forwards_again(config, stage) / 3
+    more += 2 / 9 if mechanism == "routed_experts" else 0.0  # their backward pass forms gate and up anew
     if config.train.remat == "block":
-        return experts + 1 / 3
-    return experts + (1 / 3 if _CLASS[mechanism] == "matmul" else 0.0)
+        return more + 1 / 3
+    formed = config.train.remat in ("sublayer", "layer") and _CLASS[mechanism] == "matmul"
+    return more + formed / 3
 
 
 def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Work:
@@ -85,12 +87,12 @@ def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Wor
     a, C = jnp.dtype(model.dtype).itemsize, mesh.context
     counts: dict[str, float] = {}
     for name, per_token in model_flops(model, stage.layers, config.data.sequence_length, head=stage.last).items():
-        operations = per_token * n / mesh.tensor * (1 + again(config, name))
+        operations = per_token * n / mesh.tensor * (1 + again(config, stage, name))
         if name == "mla_attention":
             operations *= 2 - 1 / C  # the last shard of time sees the most keys
         counts[_CLASS[name]] = counts.get(_CLASS[name], 0.0) + operations
 
-    passes = 2 + (config.train.remat in ("sublayer", "layer", "block"))
+    passes = 2 + (config.train.remat in ("sublayer", "layer", "block")) + forwards_again(config, stage)
     weights = sum(stage.holds(leaf) * cut(leaf, mesh).used for leaf in leaves) * (a * passes + 4)
     kinds = kinds_of_layers(model)
     saved = {spec: sum(t.bytes for t in saved_tensors(model, spec, mesh)) for spec in set(kinds)}

@@ -87,7 +87,7 @@ def search(
     for mesh, virtual, micro in legal_meshes(config, devices):
         parts = stages(config.model, mesh.pipe, virtual)
         # the first stage keeps most micro-batches, the last has the logits
-        ends = (predict_stage(parameters, on(mesh, micro), stage, virtual) for stage in {parts[0], parts[-1]})
+        ends = (predict_stage(parameters, on(mesh, micro), stage) for stage in {parts[0], parts[-1]})
         least = max(memory.peak for memory in ends)
         if least > found.memory_bytes:
             short.append((least, mesh, virtual, micro))

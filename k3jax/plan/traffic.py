@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots
 from k3jax.plan.layout import COPIES, Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages, ways
-from k3jax.plan.memory import moe_layers_of, outside_loops, rows_routed, shape_of
+from k3jax.plan.memory import forwards_again, moe_layers_of, outside_loops, rows_routed, shape_of
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
 
@@ -106,8 +106,9 @@ def _of_parameters(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Itera
         size, at_rest = float(held * c.used), c.rest < c.used
         wanted: list[tuple[Op, str, int, float]] = []
         if mesh.fsdp and at_rest:
-            for times, count in _gathers(config, leaf, stage).items():
-                wanted.append(("all-gather", f"{name}, gathered where used", micro * times, count * c.used * used))
+            for passes, count in _gathers(config, leaf, stage).items():
+                times = round(micro * (passes + forwards_again(config, stage)))
+                wanted.append(("all-gather", f"{name}, gathered where used", times, count * c.used * used))
             wanted.append(("reduce-scatter", f"gradients of {name}", micro, size * summed))
         else:
             wanted.append(("all-reduce", f"gradients of {name}", micro, size * summed))
@@ -130,9 +131,9 @@ def _of_muon(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Iterator[Co
                 yield Collective(axes, "all-gather", "Muon's blocks, from their owners", ranks, 1, size)
 
 
-def _forward_again(config: RunConfig) -> bool:
-    """Whether the backward pass repeats even the large kernels, and what they receive from other devices."""
-    return config.train.remat == "block"
+def _forwards(config: RunConfig, stage: Stage) -> float:
+    """How often the large kernels run forward, and receive what they need from other devices."""
+    return 1 + (config.train.remat == "block") + forwards_again(config, stage)
 
 
 def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
@@ -143,18 +144,18 @@ def _of_experts(config: RunConfig, stage: Stage) -> Iterator[Collective]:
         return
     a, times = jnp.dtype(model.dtype).itemsize, config.train.accumulation
     times *= moe_layers_of(config.model, stage)
-    latent, again = moe.latent_size or model.hidden_size, _forward_again(config)
+    latent, forwards = moe.latent_size or model.hidden_size, _forwards(config, stage)
     rows, copies = float(rows_routed(config)), copy_slots(moe.num_experts, R)
     matrices = 3 * latent * moe.expert_size * a
-    yield Collective(axes, "all-gather", "counts of rows", R, times * (1 + again), float(4 * R * moe.num_experts))
-    forward, backward = 2, 3  # out and back; out again, gradients out, gradients back
-    yield Collective(
-        axes, "ragged-all-to-all", "rows of experts", R, times * (forward * (1 + again) + backward), rows * latent * a
-    )
-    yield Collective(axes, "ragged-all-to-all", "routing weights of rows", R, times * (3 + again), rows * 4)
+    yield Collective(axes, "all-gather", "counts of rows", R, round(times * forwards), float(4 * R * moe.num_experts))
+    exchanges = round(times * (2 * forwards + 3))  # out and back; out again, gradients out, gradients back
+    yield Collective(axes, "ragged-all-to-all", "rows of experts", R, exchanges, rows * latent * a)
+    weights = round(times * (forwards + 2))
+    yield Collective(axes, "ragged-all-to-all", "routing weights of rows", R, weights, rows * 4)
     # a copy comes from another rank whole: written as one of R parts staying would be, so that `sent` is all of it
     whole = copies * matrices * R / (R - 1)
-    yield Collective(axes, "ragged-all-to-all", "copied experts (at most)", R, times * (2 + again), whole)
+    fetches = round(times * (forwards + 1))
+    yield Collective(axes, "ragged-all-to-all", "copied experts (at most)", R, fetches, whole)
     yield Collective(axes, "ragged-all-to-all", "gradients of copies (at most)", R, times, whole)
 
 
@@ -165,7 +166,7 @@ def _of_tensor(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     sublayers, remat = 2 * len(stage.layers) * micro, config.train.remat
     stream = float(a * n * D)
     again = {"none": (0.0, 0.0), "products": (0.0, 0.0), "sublayer": (1.0, 0.0), "layer": (1.0, 0.5), "block": (1, 1)}
-    gathers, scatters = again[remat]
+    gathers, scatters = (times + forwards_again(config, stage) for times in again[remat])
     yield Collective(axes, "all-gather", "stream into sublayers", T, round(sublayers * (2 + gathers)), stream)
     yield Collective(axes, "reduce-scatter", "stream out of sublayers", T, round(sublayers * (2 + scatters)), stream)
     if stage.first:
@@ -188,10 +189,11 @@ def _of_context(config: RunConfig, stage: Stage) -> Iterator[Collective]:
     maps = shape.rows * C * H * K * 2 * K * 4
     halo = shape.rows * (kda.conv_size - 1) * 3 * H * K * a
     latents = shape.n * C * (mla.kv_lora_rank + mla.qk_rope_head_dim) * a
-    repeated = _forward_again(config)
-    yield Collective(axes, "all-gather", "KDA state maps", C, of_kda * (2 + repeated), maps)
-    yield Collective(axes, "permute", "convolution halos", C, of_kda * (2 + again), halo)
-    yield Collective(axes, "all-gather", "MLA latents", C, of_mla * (1 + again), latents)
+    more = forwards_again(config, stage)
+    gathers = round(of_kda * (1 + _forwards(config, stage)))
+    yield Collective(axes, "all-gather", "KDA state maps", C, gathers, maps)
+    yield Collective(axes, "permute", "convolution halos", C, round(of_kda * (2 + again + more)), halo)
+    yield Collective(axes, "all-gather", "MLA latents", C, round(of_mla * (1 + again + more)), latents)
     yield Collective(axes, "reduce-scatter", "gradients of MLA latents", C, of_mla, latents)
 
 

@@ -186,7 +186,11 @@ def test_a_pipeline_sends_every_block_to_each_stage_once():
     assert traffic(result, 3)["partial sums and blocks, to the next stage"] == 32 * 5 * row
     assert traffic(result, 3)["their gradients, to the stage before"] == 32 * 4 * row
     assert result.time.bubble == pytest.approx(7 / 39)
-    assert [in_flight(stage, 8, 1, 32) for stage in result.stages] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [in_flight(stage, 8, 32) for stage in result.stages] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [in_flight(stage, 4, 32) for stage in parts] == [11, 9, 7, 5]
+    # one micro-batch's layers, whatever waits: only inputs of chunks do
+    kept, twice = (plan(k3_config(), MeshConfig(pipe=p, data=16, expert=32)).memories[1].activations for p in (8, 4))
+    assert twice["layer"] - 3 * row == 2 * (kept["layer"] - 7 * row)
     assert plan(k3_config(), MeshConfig(pipe=4, data=16, expert=32), virtual=2).time.bubble == pytest.approx(3 / 67)
 
 
