@@ -14,8 +14,8 @@ No device is touched and nothing is allocated. What is exact and what is an esti
 
 from __future__ import annotations
 
-from k3jax.plan.plan import Plan, Row, plan, predict
-from k3jax.plan.search import Candidate, search
-from k3jax.plan.sizes import sizes
+from k3jax.plan.geometry import sizes
+from k3jax.plan.ranking import Candidate, search
+from k3jax.plan.report import Plan, Row, plan, predict
 
 __all__ = ["Candidate", "Plan", "Row", "plan", "predict", "search", "sizes"]

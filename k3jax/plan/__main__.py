@@ -81,8 +81,8 @@ def overridden(config: RunConfig, arguments: Arguments) -> RunConfig:
 def run(config: RunConfig, arguments: Arguments) -> None:
     """Prints what was asked for."""
     from k3jax.plan.compile import compile_step
-    from k3jax.plan.plan import plan, size_rows, text
-    from k3jax.plan.search import search, search_text
+    from k3jax.plan.ranking import search, search_text
+    from k3jax.plan.report import plan, size_rows, text
 
     mesh = parse_mesh(arguments.mesh) if arguments.mesh is not None else config.mesh
     config = overridden(config, arguments)

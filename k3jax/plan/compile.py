@@ -19,7 +19,7 @@ import numpy as np
 from k3jax.config import ConfigError, MeshConfig, RunConfig
 from k3jax.plan.chips import Chip
 from k3jax.plan.hlo import Program, read_program
-from k3jax.plan.plan import GIB, Plan, on_mesh, plan
+from k3jax.plan.report import GIB, Plan, on_mesh, plan
 from k3jax.sharding import make_mesh
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import abstract_params, abstract_state

@@ -9,7 +9,6 @@ Legend: R ranks of `expert`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ COPIES = ("data", "expert", "context", "tensor")
 _NEVER_AT_REST = ("batch", "time", "sequence", "layers", "conv")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leaf:
     """One parameter of one layer, or outside the layers."""
 
@@ -105,7 +104,7 @@ def _leaves(model: ModelConfig, optimizer: OptimizerConfig) -> list[Leaf]:
     groups = jax.tree.leaves(make_optimizer(optimizer, params, 1).groups)
     runs = [[numbers for _, numbers in plan.run_layers()] for plan in plan_layers(model)]
     kinds = kinds_of_layers(model)
-    found: dict[Leaf, frozenset[int]] = {}  # those of layers of one kind are one
+    found: dict[tuple, Leaf] = {}  # those of layers of one kind are one
     is_variable = lambda x: hasattr(x, "get_metadata")  # noqa: E731
     for (path, node), group in zip(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable), groups):
         names, shape, axes = path_names(path), tuple(node.shape), logical_axes(node)
@@ -115,9 +114,11 @@ def _leaves(model: ModelConfig, optimizer: OptimizerConfig) -> list[Leaf]:
             shape, axes = shape[1:], axes[1:]
         kind = kinds[min(layers)] if layers else None
         tensor = "/".join(names)
-        leaf = Leaf(tensor, shape, axes, kind, frozenset(), node.dtype.itemsize, group, tensor != "embed")
-        found[leaf] = found.get(leaf, frozenset()) | layers
-    return [dataclasses.replace(leaf, layers=layers) for leaf, layers in found.items()]
+        if (tensor, kind) in found:
+            layers |= found[tensor, kind].layers
+        leaf = Leaf(tensor, shape, axes, kind, layers, node.dtype.itemsize, group, tensor != "embed")
+        found[tensor, kind] = leaf
+    return list(found.values())
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import k3jax.plan.compile as compiled
 from k3jax.config import ConfigError, KDAConfig, MeshConfig, MoEConfig, RunConfig
 from k3jax.plan.compile import compile_step, fitted_to
 from k3jax.plan.hlo import read_program
-from k3jax.plan.plan import on_mesh
+from k3jax.plan.report import on_mesh
 from k3jax.train.config_file import load_config
 
 PROGRAM = """HloModule test

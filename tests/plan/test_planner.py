@@ -88,6 +88,12 @@ def test_memory_of_the_proxy_is_within_15_percent(train, batch, gib):
     assert found["peak"] == pytest.approx(gib, rel=0.15)
 
 
+def test_memory_of_the_proxy_on_two_devices_is_within_15_percent():
+    found = {row["kind"]: row["gib"] for row in predict(proxy_config(8), MeshConfig(data=2))}
+    assert found["arguments"] == pytest.approx(9.93, abs=0.01)
+    assert found["peak"] == pytest.approx(36.8, rel=0.15)  # compiled for two H200s
+
+
 def test_operations_are_those_of_mfu():
     result = plan(k3_config(), MeshConfig(pipe=8, data=16, expert=32))
     model, tokens = result.config.model, 16_384 * 8192

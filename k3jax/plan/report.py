@@ -12,10 +12,10 @@ from k3jax.config import ConfigError, MeshConfig, RunConfig
 from k3jax.plan import memory, roofline, traffic
 from k3jax.plan.chips import Chip
 from k3jax.plan.chips import chip as chip_named
+from k3jax.plan.geometry import sizes
 from k3jax.plan.layout import Leaf, Stage, Work, leaves, refusals, stages
 from k3jax.plan.memory import KINDS, PHASES, Memory
 from k3jax.plan.roofline import Time
-from k3jax.plan.sizes import sizes
 from k3jax.plan.traffic import Collective
 from k3jax.train import flops
 

@@ -12,7 +12,7 @@ from k3jax.plan.chips import Chip
 from k3jax.plan.chips import chip as chip_named
 from k3jax.plan.layout import Work, leaves, refusals, stages, units
 from k3jax.plan.memory import predict_stage
-from k3jax.plan.plan import Plan, plan_checked
+from k3jax.plan.report import Plan, plan_checked
 
 MAX_VIRTUAL = 4
 
