@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,28 +33,33 @@ def _divisors(n: int) -> list[int]:
 
 
 def legal_meshes(config: RunConfig, devices: int) -> Iterator[tuple[MeshConfig, int, int]]:
-    """(mesh, virtual stages, micro-batches) that divide everything; micro-batches as small as the batch allows and,
-    without a pipeline, also as large."""
+    """(mesh, virtual stages, micro-batches) that divide everything.
+
+    Micro-batches are of one sequence on a device; without a pipeline, also one of all, or as many as the configuration
+    has.
+    """
     model, batch = config.model, config.data.batch_size
-    for pipe in _divisors(devices):
-        if pipe > len(units(model)):
+    for pipe, data, expert, context, tensor in _factors(devices, 5):
+        if pipe > len(units(model)) or batch % (data * expert):
             continue
-        for tensor in _divisors(devices // pipe):
-            for context in _divisors(devices // pipe // tensor):
-                for expert in _divisors(devices // pipe // tensor // context):
-                    data = devices // (pipe * tensor * context * expert)
-                    if batch % (data * expert):
-                        continue
-                    rows = batch // (data * expert)
-                    for virtual in range(1, MAX_VIRTUAL + 1 if pipe > 1 else 2):
-                        for micro in sorted({config.train.accumulation, 1, rows} if pipe == 1 else {rows}):
-                            for fsdp in (False, True):
-                                if fsdp and data * expert == 1:
-                                    continue
-                                mesh = MeshConfig(pipe, data, expert, context, tensor, fsdp)
-                                work = Work(batch, config.data.sequence_length, micro)
-                                if not refusals(model, mesh, work, virtual):
-                                    yield mesh, virtual, micro
+        rows = batch // (data * expert)
+        counts = {rows} if pipe > 1 else {config.train.accumulation, 1, rows}
+        virtuals = range(1, MAX_VIRTUAL + 1) if pipe > 1 else (1,)
+        cuts = (False, True) if devices > pipe else (False,)
+        for fsdp, virtual, micro in itertools.product(cuts, virtuals, sorted(counts)):
+            mesh = MeshConfig(pipe, data, expert, context, tensor, fsdp)
+            if not refusals(model, mesh, Work(batch, config.data.sequence_length, micro), virtual):
+                yield mesh, virtual, micro
+
+
+def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write n as a product of so many factors."""
+    if parts == 1:
+        yield (n,)
+        return
+    for first in _divisors(n):
+        for rest in _factors(n // first, parts - 1):
+            yield first, *rest
 
 
 def search(
