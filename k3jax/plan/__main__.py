@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -78,6 +79,20 @@ def overridden(config: RunConfig, arguments: Arguments) -> RunConfig:
     return dataclasses.replace(config, data=data, train=train, mesh=MeshConfig())
 
 
+def fake_devices(config: RunConfig, arguments: Arguments) -> int:
+    """How many devices `--compile` needs.
+
+    Raises:
+        ConfigError: the mesh cannot be honoured, or cannot shrink to `MAX_DEVICES`.
+    """
+    from k3jax.plan.compile import MAX_DEVICES, fitted_to
+    from k3jax.plan.report import on_mesh
+
+    mesh = parse_mesh(arguments.mesh) if arguments.mesh is not None else config.mesh
+    small, _ = fitted_to(on_mesh(overridden(config, arguments), mesh), MAX_DEVICES)
+    return math.prod(small.mesh.sizes)
+
+
 def run(config: RunConfig, arguments: Arguments) -> None:
     """Prints what was asked for."""
     from k3jax.plan.compile import compile_step
@@ -112,14 +127,14 @@ def main(argv: list[str]) -> int:
             raise ConfigError("the first argument is a configuration file, such as configs/k3.py")
         arguments = tyro.cli(Arguments, prog=f"python -m k3jax.plan {argv[0]}", args=argv[1:])
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no accelerator, and must not hold one
-        if arguments.compile:  # read when the first device is asked for
-            os.environ["XLA_FLAGS"] = (
-                os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=64"
-                " --xla_backend_optimization_level=0"
-            )
         from k3jax.train.config_file import load_config
 
-        run(load_config(argv[0]), arguments)
+        config = load_config(argv[0])
+        if arguments.compile:  # read when the first device is asked for
+            count = fake_devices(config, arguments)
+            flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        run(config, arguments)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from micro import micro_config, micro_model
 
 import k3jax.plan.compile as compiled
 from k3jax.config import ConfigError, KDAConfig, MeshConfig, MoEConfig, RunConfig
+from k3jax.plan.__main__ import Arguments, fake_devices
 from k3jax.plan.compile import compile_step, fitted_to
 from k3jax.plan.hlo import read_program
 from k3jax.plan.report import on_mesh
@@ -63,6 +64,12 @@ def test_a_large_mesh_is_compiled_with_the_shapes_of_its_devices():
     assert fitted_to(on_mesh(config, MeshConfig(data=8)), 64)[1] == []
     with pytest.raises(ConfigError, match="= 128 alone is more than 64"):
         fitted_to(dataclasses.replace(config, mesh=MeshConfig(context=128)), 64)
+
+
+def test_the_command_line_asks_for_as_many_devices_as_it_compiles_for():
+    config = load_config("configs/k3.py")
+    assert fake_devices(config, Arguments(mesh="data=16,expert=32")) == 64
+    assert fake_devices(config, Arguments(mesh="data=6", batch=12)) == 6
 
 
 def config_on(mesh: MeshConfig) -> RunConfig:
