@@ -223,6 +223,30 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    """How the processes of one run find each other; of a call, not of the run, so no checkpoint holds it.
+
+    Who a process is comes from the environment that torchrun or `srun` gives it (`k3jax.parallel.launch`).
+    """
+
+    mode: Literal["gpu", "node"] | None = None
+    """A process for each GPU, or one for all GPUs of a node; None: for each GPU where a node has several processes."""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 listens; None: MASTER_ADDR:MASTER_PORT, or the first node of the Slurm step."""
+    timeout: int = 300
+    """Seconds in which all processes must have come."""
+    heartbeat: int = 100
+    """Seconds after which the others end when a process is gone or hangs."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "timeout", "heartbeat")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            legal = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+            _require(legal, f"LaunchConfig.coordinator must be HOST:PORT, got {self.coordinator!r}")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where text comes from, how it becomes tokens, and how documents are packed."""
 

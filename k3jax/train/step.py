@@ -12,6 +12,7 @@ Legend: M micro-batches, B sequences in one, T time, L MoE layers, E experts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -55,13 +56,38 @@ class Sums:
         return dataclasses.replace(total, max_logit=jnp.maximum(self.max_logit, other.max_logit))
 
 
+def _own_parts(mesh: jax.sharding.Mesh) -> tuple[list[int], int]:
+    """Of the equal parts that the mesh cuts a micro-batch into: those on devices of this process, and how many all."""
+    batch = spec("batch")
+    ways = math.prod(mesh.shape[axis] for axis in batch[0] or ())
+    indices = NamedSharding(mesh, batch).addressable_devices_indices_map((ways,)).values()
+    return sorted({index[0].indices(ways)[0] for index in indices if index is not None}), ways
+
+
+def own_rows(batch_size: int, accumulation: int, mesh: jax.sharding.Mesh) -> np.ndarray:
+    """Rows of a global batch [M·B, T] that devices of this process need, ascending; other processes may need them too."""
+    parts, ways = _own_parts(mesh)
+    return np.arange(batch_size).reshape(accumulation, ways, -1)[:, parts].reshape(-1)
+
+
 def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
-    """A host batch [M·B, T] as device arrays [M, B, T], sequences sharded over the batch axes of the mesh."""
+    """A host batch as device arrays [M, B, T], sequences sharded over the batch axes of the mesh.
+
+    Args:
+        batch: the rows `own_rows` of the global batch, [M·B, T] in a single process.
+    """
     sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "sequence")))
+    parts, ways = _own_parts(mesh)
 
     def place(x: np.ndarray) -> jax.Array:
-        micro = x.reshape(accumulation, -1, *x.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, micro)
+        micro = x.reshape(accumulation, len(parts), -1, *x.shape[1:])
+        rows = micro.shape[2]  # of one part
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            first = parts.index(index[1].indices(ways * rows)[0] // rows)
+            return micro[index[0], first, :, *index[2:]]
+
+        return jax.make_array_from_callback((accumulation, ways * rows, *x.shape[1:]), sharding, shard)
 
     return {key: place(np.asarray(batch[key])) for key in DEVICE_KEYS}
 
