@@ -115,8 +115,9 @@ class _RowIterator(grain.DatasetIterator[Batch]):
         mine = self._rows.shards_from(state["next_row"])
         if (unknown := np.flatnonzero(mine & (state["cursors"][:, 0] < 0))).size:
             raise DataError(
-                f"the saved state has no cursor for {unknown.size} virtual shards that this process reads, {unknown[0]} "
-                "first: it was saved by one of several processes; pass the states of all of them through merge_states"
+                f"the saved state has no cursor for {unknown.size} virtual shards that this process reads, "
+                f"{unknown[0]} first: it was saved by one of several processes; pass the states of all of them through "
+                "merge_states"
             )
         self._next_row, self._mine = state["next_row"], mine
         self._packer.seek(state["cursors"])

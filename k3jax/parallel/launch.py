@@ -365,13 +365,8 @@ class StopVote:
     def cast(self, signal_name: str | None) -> jax.Array:
         """This process's word, int32 [] of all processes; each has to call. Read it with `name`."""
         number = signal.Signals[signal_name].value if signal_name else 0
-        return self._max(
-            jax.make_array_from_callback(
-                (self._size,),
-                self._sharding,
-                lambda index: np.full(len(range(*index[0].indices(self._size))), number, np.int32),
-            )
-        )
+        words = np.full(self._size, number, np.int32)
+        return self._max(jax.make_array_from_callback(words.shape, self._sharding, lambda index: words[index]))
 
     @staticmethod
     def name(vote: int) -> str | None:

@@ -12,7 +12,6 @@ Legend: M micro-batches, B sequences in one, T time, L MoE layers, E experts.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -58,16 +57,16 @@ class Sums:
 
 def _own_parts(mesh: jax.sharding.Mesh) -> tuple[list[int], int]:
     """Of the equal parts that the mesh cuts a micro-batch into: those on devices of this process, and how many all."""
-    batch = spec("batch")
-    ways = math.prod(mesh.shape[axis] for axis in batch[0] or ())
-    indices = NamedSharding(mesh, batch).addressable_devices_indices_map((ways,)).values()
+    sharding = NamedSharding(mesh, spec("batch"))
+    ways = mesh.size // sharding.shard_shape((mesh.size,))[0]
+    indices = sharding.addressable_devices_indices_map((ways,)).values()
     return sorted({index[0].indices(ways)[0] for index in indices if index is not None}), ways
 
 
-def own_rows(batch_size: int, accumulation: int, mesh: jax.sharding.Mesh) -> np.ndarray:
-    """Rows of a global batch [M·B, T] that devices of this process need, ascending; other processes may need them too."""
+def own_rows(batch_size: int, accumulation: int, mesh: jax.sharding.Mesh) -> list[int]:
+    """Rows of a global batch [M·B, T] that devices of this process need, ascending; others may need them too."""
     parts, ways = _own_parts(mesh)
-    return np.arange(batch_size).reshape(accumulation, ways, -1)[:, parts].reshape(-1)
+    return np.arange(batch_size).reshape(accumulation, ways, -1)[:, parts].ravel().tolist()
 
 
 def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
@@ -83,7 +82,8 @@ def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.shard
         micro = x.reshape(accumulation, len(parts), -1, *x.shape[1:])
         rows = micro.shape[2]  # of one part
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             first = parts.index(index[1].indices(ways * rows)[0] // rows)
             return micro[index[0], first, :, *index[2:]]
 
