@@ -15,7 +15,6 @@ from pathlib import Path
 values, out, plan = json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 
 import train as program  # noqa: E402
-
 from k3jax.train import loop  # noqa: E402
 
 real, step, rank = loop.Loader.__next__, 0, int(os.environ["RANK"])

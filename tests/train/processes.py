@@ -26,11 +26,11 @@ class Processes:
     """The processes of one run, with `devices` CPU devices each (a list: by process).
 
     Args:
-        arguments: of the command line, besides the configuration.
+        arguments: of the command line, besides the configuration; of one process: `of={rank: [...]}`.
         plan: what the driver does in each process, see there.
     """
 
-    def __init__(self, config: RunConfig, count: int, devices, arguments=(), plan=None, out: Path | None = None):
+    def __init__(self, config: RunConfig, count: int, devices, arguments=(), of=None, plan=None, out=None):
         devices = [devices] * count if isinstance(devices, int) else devices
         port = free_port()
         common = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "XLA_FLAGS"))}
@@ -39,7 +39,7 @@ class Processes:
         command = [sys.executable, str(DRIVER), json.dumps(to_dict(config)), str(out or ""), json.dumps(plan or {})]
         self.processes = [
             subprocess.Popen(
-                [*command, *arguments],
+                [*command, *arguments, *(of or {}).get(rank, [])],
                 env=common
                 | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
                 | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n} --xla_backend_optimization_level=0"},
