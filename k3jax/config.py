@@ -22,6 +22,8 @@ from typing import Any, Literal
 Mixer = Literal["kda", "mla"]
 Ffn = Literal["dense", "moe"]
 Remat = Literal["none", "products", "sublayer", "layer", "block"]
+RematAction = Literal["save", "fp8", "offload", "recompute"]
+REMAT_NAMES = ("kda", "attention", "experts", "expert_weights", "operand")
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -323,6 +325,12 @@ class TrainConfig:
     "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;
     "sublayer" and "layer" the input of every sublayer or layer, and the results of KDA, attention and the experts;
     "block" the input of every AttnRes block. The rest is computed a second time."""
+    remat_policy: dict[str, RematAction] = field(default_factory=dict)
+    """What the preset does otherwise with the arrays of a name, {"kda": "offload", "operand": "fp8"}. Names: what KDA,
+    attention and the experts return ("kda", "attention", "experts"), the experts' weights as they are multiplied
+    ("expert_weights"), and other factors of matrix products ("operand"). "save" keeps them, "fp8" in E4M3 with a scale
+    for every 128 elements (gradients are then those at the rounded values; the loss is not touched), "offload" in
+    pinned host memory, "recompute" not at all. See `k3jax.ops.remat`."""
     unroll: bool = False
     """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
     not copied in and out of the stacks. Compile time then grows with the number of layers."""
@@ -364,6 +372,15 @@ class TrainConfig:
         _require(
             self.eval_batches is None or self.eval_batches > 0, "TrainConfig.eval_batches must be positive or None"
         )
+        actions = typing.get_args(RematAction)
+        for name, action in self.remat_policy.items():
+            where = f"TrainConfig.remat_policy {name!r}: {action!r}"
+            _require(name in REMAT_NAMES, f"{where}: names are {', '.join(REMAT_NAMES)}")
+            _require(action in actions, f"{where}: legal are {', '.join(actions)}")
+        _require(
+            not self.remat_policy or self.remat != "none",
+            "TrainConfig.remat_policy needs another remat than 'none', which keeps everything",
+        )
         for name in ("skip_nonfinite", "eval_interval", "sample_interval", "sample_tokens", "z_loss"):
             _require(getattr(self, name) >= 0, f"TrainConfig.{name} must be ≥ 0, got {getattr(self, name)}")
         _require(self.keep_every is None or self.keep_every > 0, "TrainConfig.keep_every must be positive or None")
@@ -403,6 +420,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)
+    if isinstance(value, dict):
+        return dict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -447,6 +466,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         _require(isinstance(value, (list, tuple)), f"{where} must be a list, got {value!r}")
         return tuple(_typed(args[0], v, where) for v in value)
+    if origin is dict:
+        _require(isinstance(value, dict), f"{where} must be a mapping, got {value!r}")
+        return {_typed(args[0], k, where): _typed(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is Literal:
         _require(value in args, f"{where} must be one of {', '.join(map(repr, args))}, got {value!r}")
         return value

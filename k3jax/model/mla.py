@@ -14,12 +14,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
 from k3jax.ops.attention import attention, mla_decode
 from k3jax.ops.norms import rms_norm
+from k3jax.ops.remat import checkpoint_name
 from k3jax.sharding import batch_island, batch_max
 
 MLACache = dict[str, jax.Array]

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
@@ -21,6 +20,7 @@ from k3jax.model.mlp import MLP
 from k3jax.ops.grouped_matmul import ExpertOptions, expert_mlp, group_layout, why_not_pallas
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
+from k3jax.ops.remat import checkpoint_name
 from k3jax.ops.router import Routing, route, router_logits
 from k3jax.ops.situ import situ_glu
 from k3jax.sharding import batch_island, batch_sum
@@ -137,7 +137,7 @@ class LatentMoE(nnx.Module):
         valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
         layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
         options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
-        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "operand")  # one pass together with their cast
+        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "expert_weights")  # one pass together with their cast
         return expert_mlp(z_NL, w13, w2, routing.weights_NK, layout, options)
 
 

@@ -113,6 +113,7 @@ def _forward(
         batch["segment_ids"],
         router_bias=router_bias,
         remat=config.train.remat if train else "none",
+        remat_policy=config.train.remat_policy,
         unroll=config.train.unroll and train,
         histogram=train,
     )
