@@ -110,7 +110,7 @@ def test_a_step_that_is_not_finite_stops_all_and_names_the_documents_of_all(text
     config = build(text_folder, tmp_path, mesh=MeshConfig(data=2))
     out = tmp_path / "out"
     out.mkdir()
-    for status, _, errors in Processes(config, 2, 1, plan={"nan": 3}, out=out).wait():
+    for status, _, errors in Processes(config, 2, 1, plan={"nan": [1, 3]}, out=out).wait():
         assert status == 1
         assert "stopped: step 3 is not finite" in errors
     facts = json.loads((Path(config.run_dir) / "nonfinite_step_3.json").read_text())
