@@ -296,6 +296,8 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     clip_norm: float | None = 1.0
     qk_clip_threshold: float | None = 100.0
+    offload: bool = False
+    """Keep the optimizer's state in pinned host memory between steps. The same step; it moves in and out each time."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "learning_rate", "muon_ns_steps", "muon_rms")

@@ -46,7 +46,14 @@ from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
-from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
+from k3jax.train.state import (
+    abstract_params,
+    abstract_state,
+    check_host_memory,
+    create_state,
+    model_part,
+    training_part,
+)
 from k3jax.train.step import abstract_batch, compiler_options, make_eval_step, make_train_step, own_rows, place_batch
 
 
@@ -115,6 +122,7 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
     """
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("float64 needs JAX_ENABLE_X64=1 in the environment; jax would compute in float32 without it")
+    check_host_memory(config, mesh)
     implementations(config)  # what is named and cannot run is refused before anything is read or compiled
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest().installed())
@@ -188,7 +196,8 @@ class _Run:
     def restore(self, allow_config_change: bool) -> None:
         """Reads the last checkpoint, if there is one, and says what will run."""
         config, latest = self.config, self.store.latest
-        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh, fsdp=config.mesh.fsdp)
+        self.placement = {"fsdp": config.mesh.fsdp, "offload": config.optimizer.offload}
+        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh, **self.placement)
         self.step, self.skipped = latest or 0, 0
         changes: list[str] = []
         if latest is not None:
@@ -255,7 +264,7 @@ class _Run:
             compiling = pool.submit(compile_step)
             if self.step == 0:
                 self.state = create_state(
-                    config.model, self.optimizer.transform, self.mesh, config.train.seed, fsdp=config.mesh.fsdp
+                    config.model, self.optimizer.transform, self.mesh, config.train.seed, **self.placement
                 )
             if config.train.eval_interval:
                 eval_step = jax.jit(make_eval_step(config, token_bytes))

@@ -29,7 +29,7 @@ from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import gathered, spec, to_rest
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
-from k3jax.train.state import TrainState
+from k3jax.train.state import TrainState, moved
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -197,6 +197,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
         with jax.named_scope("optimizer"):  # at rest: a device updates its slices, and new weights are gathered
+            if config.optimizer.offload:
+                state = dataclasses.replace(state, opt_state=moved(state.opt_state, jax.memory.Space.Device))
             old: Any = to_rest(state.params)  # a module is a tree to optax, but not to its types
             updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
             params = cast(K3, optax.apply_updates(old, updates))
@@ -216,6 +218,8 @@ def make_train_step(
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
         with jax.named_scope("optimizer"):
             kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            if config.optimizer.offload:
+                kept = dataclasses.replace(kept, opt_state=moved(kept.opt_state, jax.memory.Space.Host))
         return kept, metrics | {"finite": finite}
 
     return train_step

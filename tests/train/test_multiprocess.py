@@ -114,7 +114,7 @@ def test_a_step_that_is_not_finite_stops_all_and_names_the_documents_of_all(text
         assert status == 1
         assert "stopped: step 3 is not finite" in errors
     facts = json.loads((Path(config.run_dir) / "nonfinite_step_3.json").read_text())
-    texts = [Path(name).read_text() for name in facts["documents"].values()]
+    texts = [(text_folder / name).read_text() for name in facts["documents"].values()]
     for row in rows(out)[2]:
         start = bytes(token for token in row if token < 256)[:12].decode()
         assert any(start in text for text in texts)
