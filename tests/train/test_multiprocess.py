@@ -51,14 +51,14 @@ def assert_close(found: dict[int, float], expected: dict[int, float]) -> None:
 
 
 def test_two_processes_train_as_one_does(text_folder, tmp_path):
-    parts = {"train": {"steps": 3, "accumulation": 2}, "mesh": MeshConfig(data=2), "data": {"batch_size": 8}}
+    parts = {"train": {"steps": 3}, "mesh": MeshConfig(data=2)}
     one, two = build(text_folder, tmp_path / "one", **parts), build(text_folder, tmp_path / "two", **parts)
     alone = Processes(one, 1, 2, out=tmp_path / "one")
     printed = run(two, 2, 1, out=tmp_path / "two")
     ((status, _, errors),) = alone.wait()
     assert status == 0, errors
     assert_close(losses(two), losses(one))
-    assert rows(tmp_path / "two", 2) == rows(tmp_path / "one")
+    assert rows(tmp_path / "two") == rows(tmp_path / "one")
     assert "step 3/3" in printed[0]
     assert "step" not in printed[1]
     saved = [CheckpointStore(Path(c.run_dir) / "checkpoints", read_only=True).read_record() for c in (one, two)]
@@ -68,8 +68,12 @@ def test_two_processes_train_as_one_does(text_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_processes_without_losing_or_repeating_a_row(text_folder, tmp_path):
-    """Four processes, stopped by a SIGTERM to one of them; two, stopped likewise; one. Both axes of the batch, FSDP."""
+    """Four processes, stopped by a SIGTERM to one of them; two, stopped likewise; one.
+
+    Both axes of the batch, FSDP, two micro-batches.
+    """
     train = {"steps": 8, "checkpoint_interval": 8, "eval_interval": 4, "sample_interval": 8, "sample_tokens": 4}
+    train["accumulation"] = 2
     parts = {"train": train, "mesh": MeshConfig(data=2, expert=2, fsdp=True), "data": {"batch_size": 8}}
     one, many = build(text_folder, tmp_path / "one", **parts), build(text_folder, tmp_path / "many", **parts)
     run(one, 1, 4, out=tmp_path / "one")
@@ -83,7 +87,7 @@ def test_a_run_goes_on_with_fewer_processes_without_losing_or_repeating_a_row(te
             # asked before the second step, heard while the third one ran
             assert f"SIGTERM: stopped after step {len(seen) + 3}" in printed[0]
         assert not any("step" in text for text in printed[1:])
-        seen += rows(out)
+        seen += rows(out, 2)
     assert seen == rows(tmp_path / "one")
     assert_close(losses(many), losses(one))
     assert_close(losses(many, "eval"), losses(one, "eval"))
