@@ -328,11 +328,13 @@ class TrainConfig:
     "sublayer" and "layer" the input of every sublayer or layer, and the results of KDA, attention and the experts;
     "block" the input of every AttnRes block. The rest is computed a second time."""
     remat_policy: dict[str, RematAction] = field(default_factory=dict)
-    """What the preset does otherwise with the arrays of a name, {"kda": "offload", "operand": "fp8"}. Names: what KDA,
-    attention and the experts return ("kda", "attention", "experts"), the experts' weights as they are multiplied
-    ("expert_weights"), and other factors of matrix products ("operand"). "save" keeps them, "fp8" in E4M3 with a scale
-    for every 128 elements (gradients are then those at the rounded values; the loss is not touched), "offload" in
-    pinned host memory, "recompute" not at all. See `k3jax.ops.remat`."""
+    """What the preset does otherwise with the arrays of a name: {"kda": "offload", "operand": "fp8"}, on the command
+    line `--train.remat-policy kda offload operand fp8`.
+
+    Names: what KDA, attention and the experts return ("kda", "attention", "experts"), the experts' weights as they are
+    multiplied ("expert_weights"), and other factors of matrix products ("operand"). "save" keeps them, "fp8" in E4M3
+    with a scale for every 128 elements (gradients are then those at the rounded values; the loss is not touched),
+    "offload" in pinned host memory, "recompute" not at all. See `k3jax.ops.remat`."""
     unroll: bool = False
     """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
     not copied in and out of the stacks. Compile time then grows with the number of layers."""

@@ -114,14 +114,23 @@ ad.primitive_jvps[_compressible] = lambda primals, tangents, *, name: (
 batching.primitive_batchers[_compressible] = lambda args, dims, *, name: (_compressible.bind(*args, name=name), *dims)
 
 
+def _locally(fn: Callable, *arrays: jax.Array) -> Any:
+    """`fn` on the part of each device where the last axis is cut: no block then has elements of two devices."""
+    spec = jax.typeof(arrays[0]).sharding.spec
+    if not len(spec) or spec[-1] is None:
+        return fn(*arrays)
+    names = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
+    return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=names)(*arrays)
+
+
 @jax.jit
 def _keep(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return x, *quantize(x)
+    return x, *_locally(quantize, x)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _restore(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    return dequantize(values, scales, dtype)
+    return _locally(functools.partial(dequantize, dtype=dtype), values, scales)
 
 
 def _split(

@@ -102,9 +102,10 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
     kinds = [layer.mixer for layer in config.model.layers]
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     axes += f"; parameters {'cut' if config.mesh.fsdp else 'whole'}, optimizer state cut" if axes else "one device"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
         f"software    k3jax {k3jax.__version__}  " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
-        f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}); mesh: {axes}",
+        f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}){processes}; mesh: {axes}",
         f"model       {count(parameters.total)} parameters, {count(parameters.active_without_embedding)} active "
         f"without the embedding; {len(kinds)} layers: {kinds.count('kda')} KDA, {kinds.count('mla')} gated MLA",
         *(f"            {n:>19,}  {name}" for name, n in parameters.by_mechanism.items() if n),

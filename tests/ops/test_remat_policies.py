@@ -1,9 +1,13 @@
 """What policies by name keep, and how exact it is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.remat import checkpoint_name, dequantize, policy, quantize
 
@@ -111,3 +115,30 @@ def test_fp8_is_what_the_backward_pass_reads(inputs):
     d_hidden, d_w = jax.grad(after, argnums=(0, 1))(rounded, w)
     expected = d_w + x.T @ (d_hidden * (1 - jnp.tanh(x @ w) ** 2))
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("width", [256, 200])  # 200: shorter blocks than on one device
+def test_fp8_of_an_array_cut_over_devices_stays_where_it_is(width):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype("float32") * 0.3 for shape in ((4, 32), (32, width)))
+
+    def loss(w, x, cut=None):
+        hidden = checkpoint_name(jnp.tanh(jnp.einsum("bd,df->bf", x, w, out_sharding=cut)), "hidden")
+        return jnp.sum(jnp.sin(hidden) ** 2)
+
+    def gradient(policy_of, w, x, cut=None):
+        rematerialised = jax.checkpoint(functools.partial(loss, cut=cut), policy=policy(policy_of))
+        return jax.jit(jax.value_and_grad(rematerialised))(w, x)
+
+    expected_loss, expected = gradient({"hidden": "fp8"}, w, x)
+    exact = gradient({}, w, x)[1]
+    with jax.set_mesh(mesh):
+        cut_w, cut_x = jax.device_put(w, P(None, "tensor")), jax.device_put(x, P("data"))
+        found_loss, found = gradient({"hidden": "fp8"}, cut_w, cut_x, P("data", "tensor"))
+    assert found.sharding.spec == P(None, "tensor")
+    np.testing.assert_allclose(found_loss, expected_loss, rtol=1e-6)
+    if width == 256:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert 1e-4 < np.abs(found - exact).max() / np.abs(exact).max() < 2.0**-3

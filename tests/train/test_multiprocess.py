@@ -59,6 +59,7 @@ def test_two_processes_train_as_one_does(text_folder, tmp_path):
     assert status == 0, errors
     assert_close(losses(two), losses(one))
     assert rows(tmp_path / "two") == rows(tmp_path / "one")
+    assert "devices     2 × cpu (cpu) in 2 processes; mesh: data 2" in printed[0]
     assert "step 3/3" in printed[0]
     assert "step" not in printed[1]
     saved = [CheckpointStore(Path(c.run_dir) / "checkpoints", read_only=True).read_record() for c in (one, two)]
