@@ -23,7 +23,7 @@ Mixer = Literal["kda", "mla"]
 Ffn = Literal["dense", "moe"]
 Remat = Literal["none", "products", "sublayer", "layer", "block"]
 RematAction = Literal["save", "fp8", "offload", "recompute"]
-REMAT_NAMES = ("kda", "attention", "experts", "expert_weights", "operand")
+REMAT_NAMES = ("kda", "attention", "experts", "keys", "expert_weights", "operand")
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -331,10 +331,13 @@ class TrainConfig:
     """What the preset does otherwise with the arrays of a name: {"kda": "offload", "operand": "fp8"}, on the command
     line `--train.remat-policy kda offload operand fp8`.
 
-    Names: what KDA, attention and the experts return ("kda", "attention", "experts"), the experts' weights as they are
-    multiplied ("expert_weights"), and other factors of matrix products ("operand"). "save" keeps them, "fp8" in E4M3
-    with a scale for every 128 elements (gradients are then those at the rounded values; the loss is not touched),
-    "offload" in pinned host memory, "recompute" not at all. See `k3jax.ops.remat`."""
+    Names: what KDA, attention and the experts return ("kda", "attention", "experts"), the keys of MLA ("keys"), the
+    experts' weights as they are multiplied ("expert_weights"), and other factors of matrix products ("operand").
+    "save" keeps them, "fp8" in E4M3 with a scale for every 128 elements (gradients are then those at the rounded
+    values; the loss is not touched), "offload" in pinned host memory, "recompute" not at all. See `k3jax.ops.remat`.
+
+    What attention keeps for its backward pass belongs to exact queries and keys: "keys" cannot be "fp8", and where
+    queries are computed again from an "operand" in "fp8" (all presets but "products"), "attention" has to be too."""
     unroll: bool = False
     """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
     not copied in and out of the stacks. Compile time then grows with the number of layers."""
@@ -381,6 +384,17 @@ class TrainConfig:
             where = f"TrainConfig.remat_policy {name!r}: {action!r}"
             _require(name in REMAT_NAMES, f"{where}: names are {', '.join(REMAT_NAMES)}")
             _require(action in actions, f"{where}: legal are {', '.join(actions)}")
+        legal = ", ".join(action for action in actions if action != "fp8")
+        _require(
+            self.remat_policy.get("keys") != "fp8",
+            f"TrainConfig.remat_policy 'keys': 'fp8' does not fit the log-sum-exp of the exact keys; legal: {legal}",
+        )
+        attention = self.remat_policy.get("attention", "recompute" if self.remat == "block" else "save")
+        _require(
+            self.remat == "products" or self.remat_policy.get("operand") != "fp8" or attention == "recompute",
+            f"TrainConfig.remat_policy 'operand': 'fp8' with remat {self.remat!r} computes queries again from rounded "
+            "numbers, which do not fit what attention kept; use remat 'products', or 'attention': 'recompute' as well",
+        )
         _require(
             not self.remat_policy or self.remat != "none",
             "TrainConfig.remat_policy needs another remat than 'none', which keeps everything",

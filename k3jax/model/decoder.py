@@ -87,7 +87,7 @@ class LayerInput:
 # What the largest kernels of a layer return, named where they are called. With these kept, a backward pass that forms a
 # layer anew runs none of the forward kernels again.
 KERNELS = ("kda", "attention", "experts")
-OPERANDS = ("operand", "expert_weights")
+OPERANDS = ("operand", "keys", "expert_weights")
 
 
 def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:

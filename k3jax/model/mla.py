@@ -58,7 +58,7 @@ class MLA(nnx.Module):
         k_c = jnp.einsum("bsr,rhk->bshk", latent_BSR, self.k_b[...].astype(dtype))
         v = jnp.einsum("bsr,rhv->bshv", latent_BSR, self.v_b[...].astype(dtype))
         shared = jnp.broadcast_to(k_r_BSr[:, :, None], (*k_c.shape[:3], k_r_BSr.shape[-1]))
-        return checkpoint_name(jnp.concatenate([k_c, shared.astype(dtype)], axis=-1), "operand"), v
+        return checkpoint_name(jnp.concatenate([k_c, shared.astype(dtype)], axis=-1), "keys"), v
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids: jax.Array | None, cache: MLACache | None, offset: jax.Array | int = 0

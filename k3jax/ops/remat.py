@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 Action = Literal["save", "fp8", "offload", "recompute"]
@@ -143,7 +143,8 @@ def _split(
     if saveable(_compressible, x.aval, **eqn.params) is not True or not jnp.issubdtype(x.aval.dtype, jnp.floating):
         return eqn, eqn, [False], [True], [] if instantiated[0] else [x]
     keep = _equation(_keep, x.aval)
-    _, values, scales = keep.outvars
+    # traced programs are cached: without new variables, two arrays of one type would be kept as one
+    values, scales = (Var(kept.aval) for kept in keep.outvars[1:])
     restore = _equation(functools.partial(_restore, dtype=x.aval.dtype), values.aval, scales.aval)
     first = keep.replace(invars=[x], outvars=[y, values, scales])
     second = restore.replace(invars=[values, scales], outvars=[y])

@@ -63,7 +63,7 @@ def counts() -> dict[str, dict[str, int]]:
         return presets | {
             "layer, kda again": count("layer", kda="recompute"),
             "block, but experts": count("block", experts="save"),
-            "layer, all compressed": count("layer", kda="fp8", attention="fp8", experts="fp8", operand="fp8"),
+            "products, all compressed": count("products", kda="fp8", attention="fp8", experts="fp8", operand="fp8"),
         }
 
 
@@ -87,7 +87,8 @@ def test_policies_by_name_decide_otherwise_than_the_preset(counts):
 
     assert again("layer, kda again") == {"cbrt": 2, "tan": 1, "erf": 1}
     assert again("block, but experts") == {"cbrt": 2, "tan": 2, "erf": 1}
-    assert again("layer, all compressed") == {"cbrt": 1, "tan": 1, "erf": 1}
+    assert again("products, all compressed") == {"cbrt": 1, "tan": 1, "erf": 1}
+    assert counts["products, all compressed"]["dot_general"] == none["dot_general"]
 
 
 POLICIES = {
@@ -126,10 +127,17 @@ def test_policies_other_than_fp8_change_no_gradient(gradient, remat, unroll):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["products", "layer", "block"])
-def test_fp8_leaves_the_loss_alone_and_the_gradients_near(gradient, remat):
+@pytest.mark.parametrize(
+    ("remat", "named"),
+    [
+        ("products", ("operand", "kda", "attention", "experts", "expert_weights")),
+        ("layer", ("kda", "attention", "experts", "expert_weights")),
+        ("block", ("operand", "kda", "experts")),
+    ],
+)
+def test_fp8_leaves_the_loss_alone_and_the_gradients_near(gradient, remat, named):
     value, expected = gradient(remat)
-    other, found = gradient(remat, dict.fromkeys(("operand", "kda", "attention", "experts"), "fp8"))
+    other, found = gradient(remat, dict.fromkeys(named, "fp8"))
     assert other == pytest.approx(value, rel=1e-6)
     ours, theirs = (np.concatenate([g[name].ravel() for name in expected]) for g in (found, expected))
     error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
@@ -138,12 +146,16 @@ def test_fp8_leaves_the_loss_alone_and_the_gradients_near(gradient, remat):
 
 def test_policies_that_make_no_sense_are_refused_with_what_would():
     for policy, message in (
-        ({"operands": "save"}, "names are kda, attention, experts, expert_weights, operand"),
+        ({"operands": "save"}, "names are kda, attention, experts, keys, expert_weights, operand"),
         ({"kda": "host"}, "legal are save, fp8, offload, recompute"),
+        ({"keys": "fp8"}, "log-sum-exp of the exact keys; legal: save, offload, recompute"),
+        ({"operand": "fp8"}, "use remat 'products', or 'attention': 'recompute'"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainConfig(remat="layer", remat_policy=policy)
     with pytest.raises(ConfigError, match="needs another remat than 'none'"):
         TrainConfig(remat_policy={"kda": "offload"})
+    TrainConfig(remat="products", remat_policy={"operand": "fp8"})
+    TrainConfig(remat="layer", remat_policy={"operand": "fp8", "attention": "recompute"})
     config = TrainConfig(remat="layer", remat_policy={"kda": "fp8"})
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config

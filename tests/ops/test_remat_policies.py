@@ -142,3 +142,18 @@ def test_fp8_of_an_array_cut_over_devices_stays_where_it_is(width):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     else:
         assert 1e-4 < np.abs(found - exact).max() / np.abs(exact).max() < 2.0**-3
+
+
+def test_fp8_keeps_arrays_of_one_shape_apart():
+    rng = np.random.default_rng(0)
+    x, y, z = (jnp.asarray(rng.standard_normal((3, 40)), "float32") for _ in range(3))
+
+    def product(x, y, z):
+        a, b, c = checkpoint_name((jnp.sin(x), jnp.sin(y), jnp.sin(z)), "factor")
+        return jnp.sum(a * b * c)
+
+    found = jax.grad(jax.checkpoint(product, policy=policy({"factor": "fp8"})), argnums=(0, 1, 2))(x, y, z)
+    expected = jax.grad(product, argnums=(0, 1, 2))(x, y, z)
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=0.14, atol=1e-3)
+        assert np.abs(a - b).max() > 1e-4

@@ -286,7 +286,7 @@ def test_offloading_is_refused_where_there_is_no_pinned_host_memory():
         "none",
         "none",
         optimizer={"offload": True},
-        train={"remat": "layer", "remat_policy": {"kda": "offload", "operand": "fp8"}},
+        train={"remat": "layer", "remat_policy": {"kda": "offload", "experts": "fp8"}},
     )
     with jax.set_mesh(make_mesh(MeshConfig())):
         check_host_memory(config, jax.sharding.get_mesh())
