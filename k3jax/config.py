@@ -22,6 +22,8 @@ from typing import Any, Literal
 Mixer = Literal["kda", "mla"]
 Ffn = Literal["dense", "moe"]
 Remat = Literal["none", "products", "sublayer", "layer", "block"]
+RematAction = Literal["save", "fp8", "offload", "recompute"]
+REMAT_NAMES = ("kda", "attention", "experts", "keys", "expert_weights", "operand")
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -228,6 +230,30 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    """How the processes of one run find each other; of a call, not of the run, so no checkpoint holds it.
+
+    Who a process is comes from the environment that torchrun or `srun` gives it (`k3jax.parallel.launch`).
+    """
+
+    mode: Literal["gpu", "node"] | None = None
+    """A process for each GPU, or one for all GPUs of a node; None: for each GPU where a node has several processes."""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 listens; None: MASTER_ADDR:MASTER_PORT, or the first node of the Slurm step."""
+    timeout: int = 300
+    """Seconds in which all processes must have come."""
+    heartbeat: int = 100
+    """Seconds after which the others end when a process is gone or hangs."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "timeout", "heartbeat")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            legal = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+            _require(legal, f"LaunchConfig.coordinator must be HOST:PORT, got {self.coordinator!r}")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where text comes from, how it becomes tokens, and how documents are packed."""
 
@@ -275,6 +301,8 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     clip_norm: float | None = 1.0
     qk_clip_threshold: float | None = 100.0
+    offload: bool = False
+    """Keep the optimizer's state in pinned host memory between steps. The same step; it moves in and out each time."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "learning_rate", "muon_ns_steps", "muon_rms")
@@ -304,6 +332,17 @@ class TrainConfig:
     "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;
     "sublayer" and "layer" the input of every sublayer or layer, and the results of KDA, attention and the experts;
     "block" the input of every AttnRes block. The rest is computed a second time."""
+    remat_policy: dict[str, RematAction] = field(default_factory=dict)
+    """What the preset does otherwise with the arrays of a name: {"kda": "offload", "operand": "fp8"}, on the command
+    line `--train.remat-policy kda offload operand fp8`.
+
+    Names: what KDA, attention and the experts return ("kda", "attention", "experts"), the keys of MLA ("keys"), the
+    experts' weights as they are multiplied ("expert_weights"), and other factors of matrix products ("operand").
+    "save" keeps them, "fp8" in E4M3 with a scale for every 128 elements (gradients are then those at the rounded
+    values; the loss is not touched), "offload" in pinned host memory, "recompute" not at all. See `k3jax.ops.remat`.
+
+    What attention keeps for its backward pass belongs to exact queries and keys: "keys" cannot be "fp8", and where
+    queries are computed again from an "operand" in "fp8" (all presets but "products"), "attention" has to be too."""
     unroll: bool = False
     """Layers one after the other instead of in loops over stacks: their weights, what they keep and their gradients are
     not copied in and out of the stacks. Compile time then grows with the number of layers."""
@@ -344,6 +383,26 @@ class TrainConfig:
         )
         _require(
             self.eval_batches is None or self.eval_batches > 0, "TrainConfig.eval_batches must be positive or None"
+        )
+        actions = typing.get_args(RematAction)
+        for name, action in self.remat_policy.items():
+            where = f"TrainConfig.remat_policy {name!r}: {action!r}"
+            _require(name in REMAT_NAMES, f"{where}: names are {', '.join(REMAT_NAMES)}")
+            _require(action in actions, f"{where}: legal are {', '.join(actions)}")
+        legal = ", ".join(action for action in actions if action != "fp8")
+        _require(
+            self.remat_policy.get("keys") != "fp8",
+            f"TrainConfig.remat_policy 'keys': 'fp8' does not fit the log-sum-exp of the exact keys; legal: {legal}",
+        )
+        attention = self.remat_policy.get("attention", "recompute" if self.remat == "block" else "save")
+        _require(
+            self.remat == "products" or self.remat_policy.get("operand") != "fp8" or attention == "recompute",
+            f"TrainConfig.remat_policy 'operand': 'fp8' with remat {self.remat!r} computes queries again from rounded "
+            "numbers, which do not fit what attention kept; use remat 'products', or 'attention': 'recompute' as well",
+        )
+        _require(
+            not self.remat_policy or self.remat != "none",
+            "TrainConfig.remat_policy needs another remat than 'none', which keeps everything",
         )
         for name in ("skip_nonfinite", "eval_interval", "sample_interval", "sample_tokens", "z_loss"):
             _require(getattr(self, name) >= 0, f"TrainConfig.{name} must be ≥ 0, got {getattr(self, name)}")
@@ -396,6 +455,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)
+    if isinstance(value, dict):
+        return dict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -440,6 +501,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         _require(isinstance(value, (list, tuple)), f"{where} must be a list, got {value!r}")
         return tuple(_typed(args[0], v, where) for v in value)
+    if origin is dict:
+        _require(isinstance(value, dict), f"{where} must be a mapping, got {value!r}")
+        return {_typed(args[0], k, where): _typed(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if origin is Literal:
         _require(value in args, f"{where} must be one of {', '.join(map(repr, args))}, got {value!r}")
         return value

@@ -1,11 +1,13 @@
 """Batches of packed text whose order does not depend on the number of loading processes, and whose state is tiny.
 
-Global step s is rows s·B … s·B + B - 1 of the line of rows that `k3jax.data.packing` defines; process i of n yields the
-i-th n-th of them. The state is the number of the next row and one cursor per virtual shard. Restoring it seeks, it
-replays nothing, and may change the number of processes, the batch size and the sequence length.
+Global step s is rows s·B … s·B + B - 1 of the line of rows that `k3jax.data.packing` defines; a process yields those
+that its devices need, which several processes may. The state is the number of the next row and one cursor per virtual
+shard. Restoring it seeks, it replays nothing, and may change the number of processes, the batch size and the sequence
+length.
 
 A process tokenises only the shards whose rows it yields. If `virtual_shards` is a multiple of the global batch size,
-no shard belongs to two processes; otherwise the rows are the same but shared shards are tokenised by all their readers.
+no shard holds rows of two places in the batch; otherwise the rows are the same but shared shards are tokenised by all
+their readers.
 
     >>> from k3jax.config import DataConfig
     >>> data = open_data(DataConfig(sequence_length=128, batch_size=4))
@@ -19,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -41,6 +43,7 @@ class Rows:
     """What is read and by whom.
 
     Attributes:
+        own: rows of each global batch that this process yields, ascending.
         identity: what a saved state must agree on with the loader that restores it.
         batches: after which the loader ends; None never.
     """
@@ -50,24 +53,13 @@ class Rows:
     virtual_shards: int
     sequence_length: int
     batch_size: int
-    process_index: int
-    process_count: int
+    own: tuple[int, ...]
     batches: int | None
     identity: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.process_index < self.process_count:
-            raise DataError(f"process {self.process_index} of {self.process_count} does not exist")
-        if self.batch_size % self.process_count:
-            raise DataError(
-                f"data.batch_size {self.batch_size} cannot be split over {self.process_count} loading processes"
-            )
-
-    @property
-    def own(self) -> range:
-        """Rows of each global batch that this process yields."""
-        rows = self.batch_size // self.process_count
-        return range(self.process_index * rows, (self.process_index + 1) * rows)
+        if list(self.own) != sorted(set(self.own)) or not set(self.own) <= set(range(self.batch_size)):
+            raise DataError(f"rows {self.own} are not ascending rows of a batch of {self.batch_size}")
 
     def packer(self) -> Packer:
         return Packer(self.order, self.store.tokens, self.virtual_shards, self.sequence_length)
@@ -102,14 +94,15 @@ class _RowIterator(grain.DatasetIterator[Batch]):
 
     def __next__(self) -> Batch:
         self._assert_not_closed()
-        rows, packer, own = self._rows, self._packer, self._rows.own
+        rows, packer = self._rows, self._packer
+        own = {row: place for place, row in enumerate(rows.own)}
         if rows.batches is not None and self._next_row >= rows.batches * rows.batch_size:
             raise StopIteration
         batch = empty_batch(len(own), rows.sequence_length)
         for j in range(rows.batch_size):
             shard = (self._next_row + j) % rows.virtual_shards
             if j in own:
-                packer.fill(shard, batch, j - own.start)
+                packer.fill(shard, batch, own[j])
             elif self._mine[shard]:
                 packer.skip(shard)
         self._next_row += rows.batch_size
@@ -122,9 +115,9 @@ class _RowIterator(grain.DatasetIterator[Batch]):
         mine = self._rows.shards_from(state["next_row"])
         if (unknown := np.flatnonzero(mine & (state["cursors"][:, 0] < 0))).size:
             raise DataError(
-                f"the saved state has no cursor for {unknown.size} virtual shards that process "
-                f"{self._rows.process_index} of {self._rows.process_count} reads, {unknown[0]} first: it was saved by "
-                "one of several processes; pass the states of all of them through merge_states"
+                f"the saved state has no cursor for {unknown.size} virtual shards that this process reads, "
+                f"{unknown[0]} first: it was saved by one of several processes; pass the states of all of them through "
+                "merge_states"
             )
         self._next_row, self._mine = state["next_row"], mine
         self._packer.seek(state["cursors"])
@@ -250,27 +243,28 @@ class TextData:
     train: np.ndarray
     validation: np.ndarray
 
-    def train_loader(self, process_index: int = 0, process_count: int = 1) -> Loader:
-        """Endless shuffled training batches of `batch_size / process_count` rows.
+    def train_loader(self, own: Sequence[int] | None = None) -> Loader:
+        """Endless shuffled training batches.
+
+        Args:
+            own: rows of each global batch that this process yields, ascending; None: all of them.
 
         Raises:
-            DataError: `batch_size` cannot be split over the processes.
+            DataError: rows that no batch has.
         """
         order = DocumentOrder(self.train, self.config.seed)
-        return self._loader(order, self.config.virtual_shards, process_index, process_count)
+        return self._loader(order, self.config.virtual_shards, own)
 
-    def validation_loader(
-        self, num_batches: int | None = None, process_index: int = 0, process_count: int = 1
-    ) -> Loader:
+    def validation_loader(self, num_batches: int | None = None, own: Sequence[int] | None = None) -> Loader:
         """The same batches every time: at most `num_batches`, or every held-out document exactly once.
 
         Each row of the batch reads its own documents on end. Rows that run out end in padding.
         """
         order = DocumentOrder(self.validation, seed=None, epochs=1)
-        return self._loader(order, self.config.batch_size, process_index, process_count, num_batches)
+        return self._loader(order, self.config.batch_size, own, num_batches)
 
     def _loader(
-        self, order: DocumentOrder, virtual_shards: int, index: int, count: int, num_batches: int | None = None
+        self, order: DocumentOrder, virtual_shards: int, own: Sequence[int] | None, num_batches: int | None = None
     ) -> Loader:
         config = self.config
         batches = None
@@ -290,8 +284,7 @@ class TextData:
             virtual_shards,
             config.sequence_length,
             config.batch_size,
-            index,
-            count,
+            tuple(range(config.batch_size) if own is None else map(int, own)),
             batches,
             identity,
         )

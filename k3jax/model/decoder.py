@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from k3jax.config import LayerSpec, ModelConfig, Remat
+from k3jax.config import LayerSpec, ModelConfig, Remat, RematAction
 from k3jax.model import init
 from k3jax.model.attn_res import AttnResQuery
 from k3jax.model.kda import KDA
@@ -29,6 +28,7 @@ from k3jax.model.moe import LatentMoE
 from k3jax.model.plan import Repeat, SegmentPlan
 from k3jax.ops.attn_res import BankRead, mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
+from k3jax.ops.remat import checkpoint_name, policy
 from k3jax.sharding import gathered, is_at_rest
 
 Tree = Any
@@ -67,6 +67,7 @@ class Options:
     """Static choices of one forward pass."""
 
     remat: Remat = "none"
+    remat_policy: tuple[tuple[str, RematAction], ...] = ()
     unroll: bool = False
     histogram: bool = False
     depth: bool = False
@@ -86,19 +87,20 @@ class LayerInput:
 # What the largest kernels of a layer return, named where they are called. With these kept, a backward pass that forms a
 # layer anew runs none of the forward kernels again.
 KERNELS = ("kda", "attention", "experts")
+OPERANDS = ("operand", "keys", "expert_weights")
 
 
 def _remat(fn: Callable, options: Options, *levels: Remat) -> Callable:
     """`fn`, keeping less for the backward pass if the preset is one of `levels`; see `TrainConfig.remat`."""
     if options.remat not in levels:
         return fn
-    policies = jax.checkpoint_policies
-    policy = None if options.remat == "block" else policies.save_only_these_names(*KERNELS)
+    saved = () if options.remat == "block" else KERNELS
+    products = None
     if options.remat == "products":
-        named = policies.save_only_these_names(*KERNELS, "operand")
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
+        saved, products = (*KERNELS, *OPERANDS), jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    actions: dict[str, RematAction] = {**dict.fromkeys(saved, "save"), **dict(options.remat_policy)}
     # in a loop nothing can be shared between the passes; outside, XLA would keep what it is told to compute again
-    return jax.checkpoint(fn, prevent_cse=options.unroll, policy=policy)
+    return jax.checkpoint(fn, prevent_cse=options.unroll, policy=policy(actions, products))
 
 
 def _attention_half(layer: DecoderLayer, partial_BTD, bank: Bank, inputs: LayerInput, tokens: Tokens, options: Options):

@@ -17,6 +17,7 @@ Legend: B batch, T time, S cache length, D hidden, V vocabulary, N blocks, E exp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from k3jax.config import ModelConfig, Remat
+from k3jax.config import ModelConfig, Remat, RematAction
 from k3jax.model import init
 from k3jax.model.attn_res import AttnResQuery
 from k3jax.model.decoder import DecoderLayer, Options, Tokens, run_segment
@@ -130,13 +131,18 @@ class K3(nnx.Module):
         router_bias: jax.Array | None = None,
         cache: Cache | None = None,
         remat: Remat = "none",
+        remat_policy: Mapping[str, RematAction] | None = None,
         unroll: bool = False,
         histogram: bool = False,
         depth: bool = False,
     ) -> tuple[jax.Array, Aux]:
-        """The final normed residual stream [B, T, D] (multiply by `lm_head` for logits) and the `Aux`."""
+        """The final normed residual stream [B, T, D] (multiply by `lm_head` for logits) and the `Aux`.
+
+        `remat`, `remat_policy` and `unroll` are those of `TrainConfig`.
+        """
         config, plans = self.config, plan_layers(self.config)
-        options = Options(remat, unroll and not depth, histogram, depth)  # depth comes in stacks of one shape
+        named = tuple((remat_policy or {}).items())
+        options = Options(remat, named, unroll and not depth, histogram, depth)  # depth comes in stacks of one shape
         x = embed_lookup(gathered(self.embed)[...].astype(config.dtype), tokens_BT, split=cache is None)
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)

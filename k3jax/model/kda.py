@@ -11,13 +11,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import KDAConfig, ModelConfig
 from k3jax.model import init
 from k3jax.ops.kda import kda
 from k3jax.ops.kda.decode import Weights, kda_decode
 from k3jax.ops.norms import gated_rms_norm
+from k3jax.ops.remat import checkpoint_name
 from k3jax.ops.short_conv import conv_tail, short_conv
 from k3jax.parallel.context import kda_over_context, short_conv_over_context
 from k3jax.sharding import axes_of, contract, island, layout, place, whole_sequence

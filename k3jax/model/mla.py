@@ -16,13 +16,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
 from k3jax.ops.attention import attention, mla_decode
 from k3jax.ops.norms import rms_norm
+from k3jax.ops.remat import checkpoint_name
 from k3jax.parallel.context import attention_over_context
 from k3jax.sharding import all_max, axes_of, contract, island, layout, place, place_like, whole_sequence
 
@@ -149,7 +149,7 @@ def _expanded(weights: tuple[jax.Array, jax.Array], latent_BSR: jax.Array, k_r_B
     k_c, v = jnp.einsum("bsr,rhk->bshk", latent_BSR, k_b), jnp.einsum("bsr,rhv->bshv", latent_BSR, v_b)
     shared = jnp.broadcast_to(k_r_BSr[:, :, None].astype(dtype), (*k_c.shape[:3], k_r_BSr.shape[-1]))
     shared = place_like(shared, k_c)
-    return checkpoint_name(jnp.concatenate([k_c, shared], axis=-1), "operand"), v
+    return checkpoint_name(jnp.concatenate([k_c, shared], axis=-1), "keys"), v
 
 
 def mla_cache(config: ModelConfig, batch: int, length: int, stack: tuple[int, ...] = ()) -> MLACache:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
+from k3jax.ops.remat import checkpoint_name
 from k3jax.ops.situ import situ_glu
 from k3jax.sharding import contract, whole_sequence
 

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ModelConfig
@@ -23,6 +22,7 @@ from k3jax.model.mlp import MLP
 from k3jax.ops.grouped_matmul import ExpertOptions, expert_mlp, group_layout, why_not_pallas
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
+from k3jax.ops.remat import checkpoint_name
 from k3jax.ops.router import Routing, route, router_logits
 from k3jax.ops.situ import situ_glu
 from k3jax.parallel.expert import expert_mlp_over_ranks
@@ -149,7 +149,7 @@ class LatentMoE(nnx.Module):
         w1, w3, w2 = weights
         align = _align(implementation, routing.experts_NK.size, self.config.moe.num_experts)
         options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
-        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "operand")  # one pass together with their cast
+        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "expert_weights")  # one pass together with their cast
         if ranks:
             picked = routing.experts_NK, routing.weights_NK, valid_N
             return expert_mlp_over_ranks(

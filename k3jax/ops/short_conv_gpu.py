@@ -136,8 +136,8 @@ def _backward_body(kit: Kit, origin: int, documents: bool, *refs: Any) -> None:
 def _row_major(rows: int, dtype: Any) -> Any:
     """A shared tile that can be read from any row on.
 
-    Said, because jax 0.11 and 0.12 infer tiles of one row with a swizzle for such reads: the copy swizzles by address and the
-    reads by row of the tile, so that they see other channels.
+    Said, because jax 0.11 and 0.12 infer tiles of one row with a swizzle for such reads: the copy swizzles by address
+    and the reads by row of the tile, so that they see other channels.
     """
     return plgpu.SMEM((rows, DIM), dtype, transforms=(plgpu.TilingTransform((1, DIM)),))
 

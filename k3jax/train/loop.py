@@ -10,6 +10,9 @@
 The same call resumes from the last complete checkpoint and goes on bit for bit as if it had never stopped. The host
 runs one step ahead of what it has read: metrics of step i are fetched while the device computes step i + 1. That is
 safe because the device itself refuses a non-finite update, and everything is fetched before a checkpoint is written.
+
+Several processes run the same loop in step: all save, evaluate and sample, each reads its rows of the batch, and
+process 0 alone prints and writes files of its own (`k3jax.parallel.launch`).
 """
 
 from __future__ import annotations
@@ -34,16 +37,24 @@ import numpy as np
 from k3jax.checkpoint.store import CheckpointStore, RunRecord
 from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
-from k3jax.data.loader import Loader, TextData, open_data
+from k3jax.data.loader import Loader, TextData, merge_states, open_data
 from k3jax.data.sources import DataError
+from k3jax.parallel.launch import StopVote, exchange, is_first, require_same, together
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
-from k3jax.train.state import abstract_params, abstract_state, create_state, model_part, training_part
-from k3jax.train.step import abstract_batch, compiler_options, make_eval_step, make_train_step, place_batch
+from k3jax.train.state import (
+    abstract_params,
+    abstract_state,
+    check_host_memory,
+    create_state,
+    model_part,
+    training_part,
+)
+from k3jax.train.step import abstract_batch, compiler_options, make_eval_step, make_train_step, own_rows, place_batch
 
 
 class NonFiniteError(RuntimeError):
@@ -91,7 +102,8 @@ class _Pending:
 
     step: int
     metrics: dict[str, jax.Array]
-    document_ids: np.ndarray
+    document_ids: np.ndarray  # of this process's rows
+    stop: jax.Array | None  # `StopVote`, of several processes
 
 
 def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bool = False) -> None:
@@ -102,27 +114,32 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
         allow_config_change: go on from a checkpoint although fields that change the result differ.
 
     Raises:
-        ConfigError: the configuration changed since the checkpoint, or cannot be honoured.
+        ConfigError: the configuration changed since the checkpoint, cannot be honoured, or is another in some process.
         DataError: no usable text.
         CheckpointError: the checkpoint is of another model.
+        LaunchError: another process found no usable text.
         NonFiniteError: see there.
     """
-    if jax.process_count() > 1:
-        raise ConfigError("training in several processes is not supported yet")
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("float64 needs JAX_ENABLE_X64=1 in the environment; jax would compute in float32 without it")
+    check_host_memory(config, mesh)
     implementations(config)  # what is named and cannot run is refused before anything is read or compiled
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest().installed())
-        data = open_data(config.data, config.model.vocab_size)
-        stack.enter_context(claimed(Path(config.run_dir)))
-        display = Display(config.train.steps)
+        with together("start"):
+            data = open_data(config.data, config.model.vocab_size)
+            if is_first():
+                stack.enter_context(claimed(Path(config.run_dir)))
+        require_same({"configuration": to_dict(config), "list of data files": data.documents.files_hash})
+        display = Display(config.train.steps, quiet=not is_first())
         stack.callback(display.close)
         store = CheckpointStore(
             Path(config.run_dir) / "checkpoints", keep_last=config.train.keep_last, keep_every=config.train.keep_every
         )
         stack.callback(store.close)
-        loader = stack.enter_context(data.train_loader())
+        require_same({"newest checkpoint": store.latest})
+        own = own_rows(config.data.batch_size, config.train.accumulation, mesh)
+        loader = stack.enter_context(data.train_loader(own))
         run = _Run(config, mesh, data, loader, store, display, stop)
         run.restore(allow_config_change)
         stack.callback(run.close)
@@ -149,9 +166,10 @@ class _Run:
         self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
         self.eval_batches: list[dict[str, np.ndarray]] = []
         if config.train.eval_interval:
-            with data.validation_loader(config.train.eval_batches) as batches:
+            own = own_rows(config.data.batch_size, config.train.accumulation, mesh)
+            with data.validation_loader(config.train.eval_batches, own) as batches:
                 self.eval_batches = list(batches)
-            if not any(batch["loss_mask"].any() for batch in self.eval_batches):
+            if not any(exchange(any(bool(batch["loss_mask"].any()) for batch in self.eval_batches))):
                 raise DataError(
                     f"the held-out documents of data.source {config.data.source!r} hold nothing to predict; "
                     "raise data.validation_percent, use more text, or set train.eval_interval to 0"
@@ -161,7 +179,9 @@ class _Run:
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
         self.flops_per_token = flops.flops_per_token(config.model, config.data.sequence_length)
         self.peak = flops.peak_flops(mesh, config.model.dtype)
-        self.references = References(data)  # after the peak, which a CPU measures
+        self.references = References(data) if is_first() else None  # after the peak, which a CPU measures
+        self.vote = StopVote(mesh) if jax.process_count() > 1 else None
+        self.stopped: str | None = None
 
     def record(self) -> RunRecord:
         """What a checkpoint written now says beside its arrays."""
@@ -170,13 +190,14 @@ class _Run:
             config=to_dict(self.config),
             tokenizer={"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
             source={"files_hash": documents.files_hash, "bytes": documents.text_bytes},
-            data=self.loader.get_state(),
+            data=merge_states(exchange(self.loader.get_state())),
         )
 
     def restore(self, allow_config_change: bool) -> None:
         """Reads the last checkpoint, if there is one, and says what will run."""
         config, latest = self.config, self.store.latest
-        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh, fsdp=config.mesh.fsdp)
+        self.placement = {"fsdp": config.mesh.fsdp, "offload": config.optimizer.offload}
+        self.like = abstract_state(config.model, self.optimizer.transform, self.mesh, **self.placement)
         self.step, self.skipped = latest or 0, 0
         changes: list[str] = []
         if latest is not None:
@@ -196,7 +217,7 @@ class _Run:
             self.display.print(f"resuming    from {self._path(latest)}")
             for line in changes:
                 self.display.print(f"  changed {line}")
-        self.log = MetricsLog(self.run_dir, self.step)
+        self.log = MetricsLog(self.run_dir, self.step) if is_first() else None
 
     def _path(self, step: int) -> Path:
         return self.store.directory / str(step)
@@ -207,7 +228,7 @@ class _Run:
             self._prepare()
         first, self.begin = self.step, time.perf_counter()
         self.clock.resume()
-        while self.step < self.config.train.steps and self.stop.signal is None:
+        while self.step < self.config.train.steps and self._stopped() is None:
             self._advance()
         self._collect(0)
         if self.step < self.config.train.steps:
@@ -215,11 +236,15 @@ class _Run:
                 self._save()
             self.store.wait()
             self.display.print(
-                f"{self.stop.signal}: stopped after step {self.step}; the same command goes on from there"
+                f"{self._stopped()}: stopped after step {self.step}; the same command goes on from there"
             )
             return
         self.store.wait()
         self._summary(self.step - first)
+
+    def _stopped(self) -> str | None:
+        """The signal that asked this run to stop; of several processes, what all of them know by now."""
+        return self.stop.signal if self.vote is None else self.stopped
 
     def _prepare(self) -> None:
         """Compiles the training step beside everything else that comes before the first step.
@@ -239,7 +264,7 @@ class _Run:
             compiling = pool.submit(compile_step)
             if self.step == 0:
                 self.state = create_state(
-                    config.model, self.optimizer.transform, self.mesh, config.train.seed, fsdp=config.mesh.fsdp
+                    config.model, self.optimizer.transform, self.mesh, config.train.seed, **self.placement
                 )
             if config.train.eval_interval:
                 eval_step = jax.jit(make_eval_step(config, token_bytes))
@@ -255,13 +280,15 @@ class _Run:
         train, step = self.config.train, self.step + 1
         if train.profile_steps and step == train.profile_steps[0]:
             self._collect(0)
-            jax.profiler.start_trace(str(self.run_dir / "profile"))
-            self.profiling = True
+            if is_first():
+                jax.profiler.start_trace(str(self.run_dir / "profile"))
+                self.profiling = True
         batch = next(self.loader)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
         self.step = step
-        self.pending.append(_Pending(step, metrics, batch["document_ids"]))
+        stop = self.vote.cast(self.stop.signal) if self.vote else None
+        self.pending.append(_Pending(step, metrics, batch["document_ids"], stop))
         self._collect(1)
         if train.profile_steps and step == train.profile_steps[1]:
             self._stop_profile()
@@ -289,20 +316,28 @@ class _Run:
             dropped = not values.pop("finite")
             if dropped or not np.isfinite([v for n, v in values.items() if n.startswith("update_rms/")]).all():
                 self._nonfinite(pending, values, dropped)
-            if self.clock.rate:
-                values["tokens_per_second"] = self.tokens_per_step / self.clock.rate
-                utilisation = flops.mfu(values["tokens_per_second"], self.flops_per_token, self.peak)
-                if utilisation is not None:
-                    values["mfu"] = utilisation
-            train, step = self.config.train, pending.step
-            keep_line = step % train.log_interval == 0 or step == train.steps
-            if keep_line:
-                self.log.write("train", step, values)
-            done = self.clock.steps
-            eta = (time.perf_counter() - self.begin) / done * (train.steps - step) if done else None
-            self.display.step(step, step_line(step, train.steps, values, eta), keep=keep_line)
-            if (line := self.references.news()) is not None:
-                self.display.print(f"held-out text in bits/byte: {line}")
+            if pending.stop is not None:
+                self.stopped = self.stopped or StopVote.name(int(pending.stop))
+            self._report(pending.step, values)
+
+    def _report(self, step: int, values: dict[str, float]) -> None:
+        """Writes and shows the metrics of one step."""
+        if self.log is None:
+            return
+        if self.clock.rate:
+            values["tokens_per_second"] = self.tokens_per_step / self.clock.rate
+            utilisation = flops.mfu(values["tokens_per_second"], self.flops_per_token, self.peak)
+            if utilisation is not None:
+                values["mfu"] = utilisation
+        train = self.config.train
+        keep_line = step % train.log_interval == 0 or step == train.steps
+        if keep_line:
+            self.log.write("train", step, values)
+        done = self.clock.steps
+        eta = (time.perf_counter() - self.begin) / done * (train.steps - step) if done else None
+        self.display.step(step, step_line(step, train.steps, values, eta), keep=keep_line)
+        if self.references and (line := self.references.news()) is not None:
+            self.display.print(f"held-out text in bits/byte: {line}")
 
     def _stop_profile(self) -> None:
         if self.profiling:
@@ -320,7 +355,7 @@ class _Run:
         budget = self.config.train.skip_nonfinite
         terms = [n for n in ("cross_entropy", "z_loss", "grad_norm") if not np.isfinite(values[n])]
         terms += [n for n, v in values.items() if n.startswith("update_rms/") and not np.isfinite(v)]
-        ids = sorted(set(pending.document_ids.ravel().tolist()) - {-1})
+        ids = sorted(set().union(*exchange(np.unique(pending.document_ids).tolist())) - {-1})
         path = self.run_dir / f"nonfinite_step_{pending.step}.json"
         facts = {
             "step": pending.step,
@@ -330,7 +365,8 @@ class _Run:
             "skipped": self.skipped,
             "skip_nonfinite": budget,
         }
-        path.write_text(json.dumps(to_json(facts), indent=1))
+        if is_first():
+            path.write_text(json.dumps(to_json(facts), indent=1))
         message = (
             f"step {pending.step} is not finite: {', '.join(terms)} (loss {values['loss']}, gradient norm "
             f"{values['grad_norm']}); documents in {path}"
@@ -350,7 +386,8 @@ class _Run:
         sums = [self.eval_step(params, bias, place_batch(b, accumulation, self.mesh)) for b in self.eval_batches]
         nats, tokens, size = (sum(float(s[name]) for s in sums) for name in ("nats", "tokens", "bytes"))
         values = {"loss": nats / tokens, "bits_per_byte": bits_per_byte(nats, int(size))}
-        self.log.write("eval", self.step, values)
+        if self.log:
+            self.log.write("eval", self.step, values)
         self.display.print(
             f"step {self.step}: held-out loss {values['loss']:.4f}, bits/byte {values['bits_per_byte']:.4f} "
             f"({count(tokens)} tokens)"
@@ -380,6 +417,8 @@ class _Run:
         )
 
     def _summary(self, steps: int) -> None:
+        if self.references is None:
+            return
         evals = [r for r in read_records(self.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
         rows: list[tuple[str, Any]] = [
             ("run", self.run_dir),
@@ -406,4 +445,5 @@ class _Run:
 
     def close(self) -> None:
         self._stop_profile()
-        self.log.close()
+        if self.log:
+            self.log.close()

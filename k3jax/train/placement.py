@@ -38,6 +38,8 @@ class Placement:
     bytes: int
     """Of the whole array."""
     bytes_per_device: int
+    on_host: bool = False
+    """In pinned host memory; `bytes_per_device` are then those that the host holds for a device."""
 
 
 def placements(state: TrainState) -> list[Placement]:
@@ -74,7 +76,8 @@ def _placement(kind: Kind, tensor: str, part: str, axes: tuple[str, ...], leaf: 
     size, local = (
         math.prod(shape) * leaf.dtype.itemsize for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))
     )
-    return Placement(kind, tensor, part, tuple(leaf.shape), axes, spec, size, local)
+    on_host = leaf.sharding.memory_kind == "pinned_host"
+    return Placement(kind, tensor, part, tuple(leaf.shape), axes, spec, size, local, on_host)
 
 
 def placement_lines(rows: list[Placement]) -> list[str]:
@@ -106,10 +109,12 @@ def placement_lines(rows: list[Placement]) -> list[str]:
 
 
 def _totals(rows: list[Placement]) -> list[str]:
-    sums = [(kind, [row for row in rows if row.kind == kind]) for kind in KINDS]
+    sums = [(kind, [row for row in rows if row.kind == kind and not row.on_host]) for kind in KINDS]
+    host = [row for row in rows if row.on_host]
+    sums += [("on the host", host)] if host else []
     return [
         f"{name:<11} {sum(r.bytes_per_device for r in found):>19,} bytes a device of {sum(r.bytes for r in found):,}"
-        for name, found in [*sums, ("total", rows)]
+        for name, found in [*sums, ("total", [row for row in rows if not row.on_host])]
     ]
 
 

@@ -86,6 +86,12 @@ def _attention_residuals(config: RunConfig) -> str:
     return "xla" if reason else "xla forward, pallas backward"
 
 
+def _memory(config: RunConfig) -> str:
+    named = ", ".join(f"{name} {action}" for name, action in config.train.remat_policy.items())
+    offload = "; optimizer state in pinned host memory" if config.optimizer.offload else ""
+    return f"remat {config.train.remat}{f' ({named})' if named else ''}{offload}"
+
+
 def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, peak: flops.Peak) -> list[str]:
     """Lines for the log: versions, devices, model, ops, data, tokens and operations a step."""
     parameters = flops.parameter_counts(config.model)
@@ -96,13 +102,14 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
     kinds = [layer.mixer for layer in config.model.layers]
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     axes += f"; parameters {'cut' if config.mesh.fsdp else 'whole'}, optimizer state cut" if axes else "one device"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
         f"software    k3jax {k3jax.__version__}  " + "  ".join(f"{name} {version(name)}" for name in PACKAGES),
-        f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}); mesh: {axes}",
+        f"devices     {len(devices)} × {devices[0].device_kind} ({devices[0].platform}){processes}; mesh: {axes}",
         f"model       {count(parameters.total)} parameters, {count(parameters.active_without_embedding)} active "
         f"without the embedding; {len(kinds)} layers: {kinds.count('kda')} KDA, {kinds.count('mla')} gated MLA",
         *(f"            {n:>19,}  {name}" for name, n in parameters.by_mechanism.items() if n),
-        f"numerics    compute {config.model.dtype}, parameters {config.model.param_dtype}; remat {config.train.remat}",
+        f"numerics    compute {config.model.dtype}, parameters {config.model.param_dtype}; {_memory(config)}",
         *(f"operation   {op:19}  {name}" for op, name in implementations(config).items()),
         f"data        {source['source']}: {source['files']:,} files, {source['bytes']:,} bytes, "
         f"hash of the list {source['files_hash']}; {source['train_documents']:,} documents to train on, "

@@ -16,6 +16,7 @@ ALWAYS_FREE = frozenset(
     {
         "run_dir",
         "data.prefetch",
+        "optimizer.offload",
         "train.log_interval",
         "train.eval_interval",
         "train.eval_batches",

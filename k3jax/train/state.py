@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from k3jax.config import ModelConfig
+from k3jax.config import ConfigError, ModelConfig, RunConfig
 from k3jax.model.k3 import K3
 from k3jax.sharding import shardings
 
@@ -57,11 +57,13 @@ def abstract_state(
     seed: int = 0,
     *,
     fsdp: bool = False,
+    offload: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings (on the devices of `mesh`) of a `TrainState`, without memory.
 
-    Optimizer state lies in its layout at rest, parameters do with `fsdp`; see `k3jax.sharding`. `mesh` is the one that
-    is set; an abstract one will do to see what a mesh would hold (`k3jax.train.placement`).
+    Optimizer state lies in its layout at rest, parameters do with `fsdp`; see `k3jax.sharding`. With `offload` it lies
+    in pinned host memory, but for scalars. `mesh` is the one that is set; an abstract one will do to see what a mesh
+    would hold (`k3jax.train.placement`).
 
     Raises:
         ConfigError: a bank of experts that `fsdp` cannot cut on this mesh.
@@ -73,11 +75,39 @@ def abstract_state(
         params=shardings(shapes.params, mesh, at_rest=fsdp, strict=fsdp),
         opt_state=shardings(shapes.opt_state, mesh, at_rest=True),
     )
+    if offload:
+        places = dataclasses.replace(places, opt_state=jax.tree.map(_on_host, shapes.opt_state, places.opt_state))
 
     def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(with_sharding, shapes, places)
+
+
+def _on_host(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> NamedSharding:
+    return place.with_memory_kind("pinned_host") if leaf.ndim else place
+
+
+def moved(opt_state: optax.OptState, space: jax.memory.Space) -> optax.OptState:
+    """Optimizer state of `offload` between host and device, for use under `jit`; scalars never leave the device."""
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, opt_state)
+
+
+def check_host_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a configuration that keeps arrays in pinned host memory on devices that have none.
+
+    Raises:
+        ConfigError: the message names the field.
+    """
+    fields = [f"train.remat_policy.{name}" for name, action in config.train.remat_policy.items() if action == "offload"]
+    fields += ["optimizer.offload"] if config.optimizer.offload else []
+    device = mesh.local_devices[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if fields and "pinned_host" not in kinds:
+        raise ConfigError(
+            f"{', '.join(fields)} needs pinned host memory, which {device.device_kind} ({device.platform}) has not; it "
+            f"has {', '.join(kinds)}"
+        )
 
 
 def create_state(
@@ -87,9 +117,12 @@ def create_state(
     seed: int,
     *,
     fsdp: bool = False,
+    offload: bool = False,
 ) -> TrainState:
     """A fresh `TrainState`, every array born in its place; arguments and errors of `abstract_state`."""
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed, fsdp=fsdp))
+    places = jax.tree.map(
+        lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed, fsdp=fsdp, offload=offload)
+    )
     # hundreds of small random draws that run once: a CPU compiles them six times as fast without optimising
     options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
 

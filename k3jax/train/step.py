@@ -29,7 +29,7 @@ from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import all_sum, axes_of, gathered, island, layout, spec, to_rest, whole_sequence
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
-from k3jax.train.state import TrainState
+from k3jax.train.state import TrainState, moved
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -55,13 +55,39 @@ class Sums:
         return dataclasses.replace(total, max_logit=jnp.maximum(self.max_logit, other.max_logit))
 
 
+def _own_parts(mesh: jax.sharding.Mesh) -> tuple[list[int], int]:
+    """Of the equal parts that the mesh cuts a micro-batch into: those on devices of this process, and how many all."""
+    sharding = NamedSharding(mesh, spec("batch"))
+    ways = mesh.size // sharding.shard_shape((mesh.size,))[0]
+    indices = sharding.addressable_devices_indices_map((ways,)).values()
+    return sorted({index[0].indices(ways)[0] for index in indices if index is not None}), ways
+
+
+def own_rows(batch_size: int, accumulation: int, mesh: jax.sharding.Mesh) -> list[int]:
+    """Rows of a global batch [M·B, T] that devices of this process need, ascending; others may need them too."""
+    parts, ways = _own_parts(mesh)
+    return np.arange(batch_size).reshape(accumulation, ways, -1)[:, parts].ravel().tolist()
+
+
 def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
-    """A host batch [M·B, T] as device arrays [M, B, T], rows sharded over data × expert, time over context."""
+    """A host batch as device arrays [M, B, T], rows sharded over data × expert, time over context.
+
+    Args:
+        batch: the rows `own_rows` of the global batch, [M·B, T] in a single process.
+    """
     sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "time")))
+    parts, ways = _own_parts(mesh)
 
     def place(x: np.ndarray) -> jax.Array:
-        micro = x.reshape(accumulation, -1, *x.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, micro)
+        micro = x.reshape(accumulation, len(parts), -1, *x.shape[1:])
+        rows = micro.shape[2]  # of one part
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            first = parts.index(index[1].indices(ways * rows)[0] // rows)
+            return micro[index[0], first, :, *index[2:]]
+
+        return jax.make_array_from_callback((accumulation, ways * rows, *x.shape[1:]), sharding, shard)
 
     return {key: place(np.asarray(batch[key])) for key in DEVICE_KEYS}
 
@@ -87,6 +113,7 @@ def _forward(
         batch["segment_ids"],
         router_bias=router_bias,
         remat=config.train.remat if train else "none",
+        remat_policy=config.train.remat_policy,
         unroll=config.train.unroll and train,
         histogram=train,
     )
@@ -176,6 +203,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
         with jax.named_scope("optimizer"):  # at rest: a device updates its slices, and new weights are gathered
+            if config.optimizer.offload:
+                state = dataclasses.replace(state, opt_state=moved(state.opt_state, jax.memory.Space.Device))
             old: Any = to_rest(state.params)  # a module is a tree to optax, but not to its types
             updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
             params = cast(K3, optax.apply_updates(old, updates))
@@ -195,6 +224,8 @@ def make_train_step(
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
         with jax.named_scope("optimizer"):
             kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            if config.optimizer.offload:
+                kept = dataclasses.replace(kept, opt_state=moved(kept.opt_state, jax.memory.Space.Host))
         return kept, metrics | {"finite": finite}
 
     return train_step

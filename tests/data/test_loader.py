@@ -46,6 +46,12 @@ def assert_same(a, b):
             np.testing.assert_array_equal(x[name], y[name], err_msg=name)
 
 
+def part(config, index, count):
+    """Rows of process `index` of `count` that cut the batch evenly."""
+    rows = config.batch_size // count
+    return range(index * rows, (index + 1) * rows)
+
+
 def glue(parts):
     """Global batches from those of all processes."""
     return [{name: np.concatenate([p[name] for p in step]) for name in step[0]} for step in zip(*parts)]
@@ -169,7 +175,7 @@ def test_processes_together_yield_the_rows_of_one(corpus, batch):
         expected = take(loader, 20)
     parts = []
     for i in range(4):
-        with data.train_loader(i, 4) as loader:
+        with data.train_loader(part(data.config, i, 4)) as loader:
             parts.append(take(loader, 20))
     assert_same(glue(parts), expected)
 
@@ -183,7 +189,7 @@ def test_number_of_processes_may_change_in_mid_run(corpus, batch):
     for processes in (1, 4, 2):
         parts, states = [], []
         for i in range(processes):
-            with data.train_loader(i, processes) as loader:
+            with data.train_loader(part(data.config, i, processes)) as loader:
                 if state:
                     loader.set_state(state)
                 parts.append(take(loader, 10))
@@ -202,7 +208,7 @@ def test_batch_size_may_change_in_mid_run(corpus):
     wider = dataclasses.replace(data, config=dataclasses.replace(corpus, batch_size=12))
     parts = []
     for i in range(2):
-        with wider.train_loader(i, 2) as loader:
+        with wider.train_loader(part(wider.config, i, 2)) as loader:
             loader.set_state(state)
             parts.append(take(loader, 1))
     np.testing.assert_array_equal(
@@ -264,7 +270,7 @@ def test_the_state_of_one_of_several_processes_is_refused_until_merged(corpus):
     data = open_data(corpus)
     states = []
     for i in range(2):
-        with data.train_loader(i, 2) as loader:
+        with data.train_loader(part(corpus, i, 2)) as loader:
             take(loader, i + 3)
             states.append(loader.get_state())
     with data.train_loader() as loader, pytest.raises(DataError, match="no cursor for 4 virtual shards.*merge_states"):
@@ -289,7 +295,7 @@ def test_loading_reads_the_states_of_all_processes_that_saved(corpus, tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     for i in range(2):
-        with data.train_loader(i, 2) as loader:
+        with data.train_loader(part(corpus, i, 2)) as loader:
             take(loader, 5)
             (folder / f"process_{i}-of-2.json").write_text(json.dumps(loader.get_state()))
 
@@ -335,14 +341,31 @@ def test_validation_is_the_same_every_time_and_covers_each_document_once(corpus)
     assert set(ids) - {-1} == set(data.validation.tolist())
     parts = []
     for i in range(2):
-        with data.validation_loader(None, i, 2) as loader:
+        with data.validation_loader(None, part(corpus, i, 2)) as loader:
             parts.append(list(loader))
     assert_same(glue(parts), whole)
 
 
-def test_batch_that_cannot_be_split_over_processes_is_refused(corpus):
-    with pytest.raises(DataError, match="batch_size 4 cannot be split over 3"):
-        open_data(corpus).train_loader(0, 3)
+def test_rows_that_no_batch_has_are_refused(corpus):
+    for rows in ((4,), (-1,), (1, 0), (2, 2)):
+        with pytest.raises(DataError, match="not ascending rows of a batch of 4"):
+            open_data(corpus).train_loader(rows)
+
+
+def test_scattered_rows_that_processes_share_are_those_of_the_whole_batch(corpus):
+    """What gradient accumulation and a mesh with more axes than data ask for."""
+    data = open_data(dataclasses.replace(corpus, batch_size=6))
+    shares = [(0, 1, 3, 4), (2, 5), (0, 1, 3, 4)]
+    with data.train_loader() as loader:
+        expected = take(loader, 12)
+    states = []
+    for own in shares:
+        with data.train_loader(own) as loader:
+            assert_same(take(loader, 7), [{name: a[list(own)] for name, a in b.items()} for b in expected[:7]])
+            states.append(loader.get_state())
+    with data.train_loader() as loader:
+        loader.set_state(merge_states(states))
+        assert_same(take(loader, 5), expected[7:])
 
 
 def test_tokenizer_beyond_the_model_is_refused_when_data_are_opened(corpus):

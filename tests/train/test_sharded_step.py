@@ -1,9 +1,11 @@
 """Every mesh takes the step of one device, from state that lies where it should."""
 
+import dataclasses
 import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relmax
@@ -16,7 +18,15 @@ from k3jax.config import ConfigError, DataConfig, KDAConfig, MeshConfig, MoEConf
 from k3jax.sharding import AXES, make_mesh
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
-from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state, model_part, training_part
+from k3jax.train.state import (
+    TrainState,
+    abstract_params,
+    abstract_state,
+    check_host_memory,
+    create_state,
+    model_part,
+    training_part,
+)
 from k3jax.train.step import make_train_step, place_batch
 
 CASES = {  # mesh, fields of `TrainConfig`
@@ -30,6 +40,10 @@ CASES = {  # mesh, fields of `TrainConfig`
     "tensor=2": (MeshConfig(tensor=2), {}),
     "expert=2, context=2, tensor=2": (MeshConfig(expert=2, context=2, tensor=2), {}),
     "data=2, context=2, tensor=2, fsdp": (MeshConfig(data=2, context=2, tensor=2, fsdp=True), {"accumulation": 2}),
+    "data=4, offloaded": (
+        MeshConfig(data=4),
+        {"remat": "products", "remat_policy": {"kda": "offload", "operand": "offload", "experts": "recompute"}},
+    ),
 }
 FAST = ("data=8", "data=2, expert=4, fsdp", "context=4", "tensor=2", "expert=2, context=2, tensor=2")
 
@@ -224,3 +238,76 @@ def test_the_released_geometry_is_laid_out_without_devices():
     whole = {row.tensor.split("/")[-1] for row in parameters if row.bytes_per_device == row.bytes}
     assert whole == {"A_log"}  # 96 numbers
     assert sum(row.bytes_per_device for row in parameters) < 1.001 * 4 * 2_779_484_393_568 / 128
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(data=4, fsdp=True), pytest.param(MeshConfig(), marks=pytest.mark.slow)], ids=["fsdp", "one"]
+)
+def test_optimizer_state_in_host_memory_takes_the_same_steps_bit_for_bit(tmp_path, mesh):
+    """Also from a checkpoint, and over a step that is dropped."""
+
+    def three_steps(offload: bool) -> tuple[TrainState, TrainState]:
+        config = micro_config(
+            "none",
+            "none",
+            model=micro_model(num_layers=1, mla_layers=(0,), num_dense_layers=0),
+            optimizer={"offload": offload},
+            mesh=mesh,
+        )
+        with jax.set_mesh(make_mesh(mesh)):
+            here = jax.sharding.get_mesh()
+            optimizer = make_optimizer(config.optimizer, abstract_params(config.model), 6)
+            place = {"fsdp": mesh.fsdp, "offload": offload}
+            like = abstract_state(config.model, optimizer.transform, here, **place)
+            state = create_state(config.model, optimizer.transform, here, 0, **place)
+            batch = place_batch(random_batch(config.data.batch_size), 1, here)
+            step = (
+                jax.jit(make_train_step(config, optimizer, TOKEN_BYTES), donate_argnums=0).lower(like, batch).compile()
+            )
+            state, metrics = step(state, batch)
+            assert metrics["finite"]
+            store = CheckpointStore(tmp_path / str(offload))
+            store.save(1, model=model_part(state), training=training_part(state), record=RunRecord({}, {}, {}, {}))
+            restored = store.load("training", training_part(like), 1)
+            spoiled = dataclasses.replace(state, **restored, params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+            kept, metrics = step(spoiled, batch)
+            assert not metrics["finite"]
+            after, _ = step(dataclasses.replace(kept, **store.load("model", model_part(like), 1)), batch)
+            store.close()
+        return like, after
+
+    (like, found), (_, expected) = three_steps(True), three_steps(False)
+    for wanted, leaf in zip(jax.tree.leaves(like), jax.tree.leaves(found), strict=True):
+        assert leaf.sharding.memory_kind == wanted.sharding.memory_kind
+    kinds = {leaf.ndim > 0: leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.opt_state)}
+    assert kinds == {True: "pinned_host", False: "device"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.params)} == {"device"}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = placements(like)
+    assert placement_lines(rows)[-2].startswith("on the host")
+    assert all(row.on_host == (row.kind == "optimizer") for row in rows)
+
+
+class NoHostMemory:
+    """A mesh of devices that have one kind of memory."""
+
+    platform, device_kind = "cpu", "cpu"
+    local_devices = property(lambda self: [self])
+
+    def addressable_memories(self):
+        return [type("Memory", (), {"kind": "device"})]
+
+
+def test_offloading_is_refused_where_there_is_no_pinned_host_memory():
+    config = micro_config(
+        "none",
+        "none",
+        optimizer={"offload": True},
+        train={"remat": "layer", "remat_policy": {"kda": "offload", "experts": "fp8"}},
+    )
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        check_host_memory(config, jax.sharding.get_mesh())
+    with pytest.raises(ConfigError, match=r"remat_policy.kda, optimizer.offload needs pinned .*; it has device"):
+        check_host_memory(config, NoHostMemory())
+    check_host_memory(micro_config("none", "none"), NoHostMemory())

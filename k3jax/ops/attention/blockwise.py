@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.common import einsum, vary_alike, wide, wide_dtype
+from k3jax.ops.remat import checkpoint_name
 
 _NEVER = np.iinfo(np.int32).max  # position of a key that no query sees
 
@@ -180,7 +180,7 @@ def _blockwise(static: Static, q, k, v, where: Where) -> tuple[jax.Array, jax.Ar
 def _blockwise_fwd(static: Static, q, k, v, where: Where):
     o, peak, lse = forward(static, q, k, v, where)
     # for a rematerialisation to keep: without both, the backward pass begins with another forward pass
-    o, lse = checkpoint_name((o, lse), "attention")
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention", exact=True)
     return (o, peak), (q, k, v, where, o, lse)
 
 

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.attention import blockwise, cudnn
 from k3jax.ops.common import einsum, vary_alike, wide
+from k3jax.ops.remat import checkpoint_name
 
 _SLOW_BLOCK = 512  # for documents that are not runs
 
@@ -69,7 +69,8 @@ def _causal(scale: float, q, k, v) -> jax.Array:
 
 
 def _causal_fwd(scale: float, q, k, v):
-    o, lse = checkpoint_name(cudnn.forward(q, k, v, scale=scale), "attention")
+    o, lse = cudnn.forward(q, k, v, scale=scale)
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention", exact=True)
     return o, (q, k, v, o, lse)
 
 
@@ -90,7 +91,7 @@ def _documents_fwd(plan: Split, q, k, v, ids):
     runs = are_runs(ids)
     o, lse = jax.lax.cond(runs, partial(_forward, plan), partial(_slow_forward, plan), q, k, v, ids)
     # for a rematerialisation to keep: without both, the backward pass begins with another forward pass
-    o, lse = checkpoint_name((o, lse), "attention")
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention", exact=True)
     return o, (q, k, v, ids, runs, o.astype(v.dtype), lse)
 
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops.mosaic import why_not_here
+from k3jax.ops.remat import checkpoint_name
 
 from .borders import refuse_gradient
 from .chunkwise import Raw, same_varying
@@ -231,7 +231,7 @@ def _kda_fwd(raw, layout, how, interval, interpret):
     out, cut = _run(raw, layout, how, interval, interpret)
     if cut.transitions is not None:
         # for a rematerialisation to keep: without them, the backward pass begins with the scans that found them
-        cut = checkpoint_name(cut, "kda")
+        cut = checkpoint_name(cut, "kda", exact=True)
     return out, (raw, layout, cut)
 
 
