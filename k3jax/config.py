@@ -201,8 +201,8 @@ class ModelConfig:
 class MeshConfig:
     """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence).
 
-    Optimizer state is always cut over data × expert (ZeRO-1). Only these two may be larger than 1 so far, and `expert`
-    is one more axis of data.
+    Optimizer state is always cut over data × expert (ZeRO-1). Only these two and `pipe` may be larger than 1 so far, and
+    `expert` is one more axis of data.
     """
 
     pipe: int = 1
@@ -213,9 +213,12 @@ class MeshConfig:
     fsdp: bool = False
     """Cut the parameters over data × expert too; each layer gathers its own when it runs. With train.remat "none" or
     "products" the backward pass keeps what was gathered; "sublayer" and "layer" gather again, "block" once a block."""
+    virtual: int = 1
+    """Stages of the model that each rank of `pipe` holds (interleaved 1F1B): a smaller bubble, more transfers."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "pipe", "data", "expert", "context", "tensor")
+        _require_positive(self, "pipe", "data", "expert", "context", "tensor", "virtual")
+        _require(self.virtual == 1 or self.pipe > 1, f"mesh.virtual {self.virtual} needs mesh.pipe > 1")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -364,6 +367,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         batch, accumulation = self.data.batch_size, self.train.accumulation
         _require(batch % accumulation == 0, f"train.accumulation {accumulation} must divide data.batch_size {batch}")
+        pipe, virtual = self.mesh.pipe, self.mesh.virtual
+        _require(
+            virtual == 1 or accumulation % pipe == 0,
+            f"train.accumulation {accumulation} must be a multiple of mesh.pipe {pipe} with mesh.virtual {virtual}: "
+            "interleaved 1F1B takes micro-batches in groups of one a rank",
+        )
         ways = self.mesh.data * self.mesh.expert
         micro = batch // accumulation
         _require(

@@ -26,7 +26,7 @@ from k3jax.config import ConfigError, MeshConfig
 
 AXES = ("pipe", "data", "expert", "context", "tensor")
 _BATCH = ("data", "expert")
-_SUPPORTED = _BATCH
+_SUPPORTED = ("pipe", *_BATCH)
 
 
 class Rule(NamedTuple):
@@ -68,12 +68,19 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     """
     unsupported = [a for a, n in zip(AXES, config.sizes) if n > 1 and a not in _SUPPORTED]
     if unsupported:
-        legal = " and ".join(f"`{a}`" for a in _SUPPORTED)
+        legal = ", ".join(f"`{a}`" for a in _SUPPORTED)
         raise ConfigError(f"mesh axes {', '.join(unsupported)} must be 1: only {legal} can be larger so far")
     count, available = math.prod(config.sizes), jax.device_count()
     if count > available or available % count:
         raise ConfigError(f"mesh {dict(zip(AXES, config.sizes))} needs {count} devices, this machine has {available}")
     return jax.make_mesh(config.sizes, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=jax.devices()[:count])
+
+
+def rank_meshes(mesh: jax.sharding.Mesh) -> list[jax.sharding.Mesh]:
+    """The submesh of every rank of the pipeline: the same axes, `pipe` of size 1."""
+    return [
+        jax.sharding.Mesh(devices[None], mesh.axis_names, axis_types=mesh.axis_types) for devices in mesh.devices
+    ]
 
 
 def spec(*logical: str | None) -> P:
