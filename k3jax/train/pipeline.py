@@ -36,6 +36,7 @@ from k3jax.parallel.pipeline import Executor, Layout, Schedule, Traffic, bubble,
 from k3jax.sharding import rank_meshes, shardings, spec, to_rest
 from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
+from k3jax.train.placement import placement_lines, placements
 from k3jax.train.stages import Stages, chunk_name, from_whole, to_whole
 from k3jax.train.state import TrainState, abstract_of, abstract_params, create_of, fresh_state
 from k3jax.train.step import (
@@ -74,14 +75,17 @@ class PipelineTrainer:
         self.ranks = [_Rank(self, rank, np.asarray(token_bytes, np.int32)) for rank in range(ranks)]
         self.chunks = [self.ranks[self.layout.rank(c)].chunks[c] for c in range(self.layout.chunks)]
 
-    def describe(self) -> str:
-        """A line for the log: stages, micro-batches, bubble."""
+    def describe(self) -> list[str]:
+        """Lines for the log: stages, micro-batches, bubble, and what lies on each rank."""
         config = self.config
         layers = " | ".join(f"{start}-{stop - 1}" for start, stop in self.stages.bounds)
-        return (
+        lines = [
             f"pipeline    {config.mesh.pipe} ranks × {config.mesh.virtual} stages: layers {layers}; "
             f"{config.train.accumulation} micro-batches in 1F1B, ranks wait {100 * bubble(self.schedule):.0f} %"
-        )
+        ]
+        for number, part in enumerate(self.abstract):
+            lines += [f"rank {number} of the pipeline", *placement_lines(placements(part))]
+        return lines
 
     @property
     def abstract(self) -> RankStates:

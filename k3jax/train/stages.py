@@ -116,6 +116,11 @@ def from_whole(stages: Stages, whole: TrainState, abstract: Sequence[TrainState]
     return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), filled, tuple(abstract))
 
 
+def on_host[T](like: T) -> T:
+    """Shapes and dtypes of `like` as NumPy arrays without memory: `CheckpointStore.load` then reads into host memory."""
+    return jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), like)
+
+
 def _flat(tree: Tree) -> dict[Path, Any]:
     return {tuple(path_names(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
