@@ -201,7 +201,7 @@ class ModelConfig:
 class MeshConfig:
     """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence).
 
-    Optimizer state is always cut over data × expert (ZeRO-1). Only these two and `pipe` may be larger than 1 so far, and
+    Optimizer state is always cut over data × expert (ZeRO-1). Only these two and `pipe` may be larger than 1 so far;
     `expert` is one more axis of data.
     """
 

@@ -78,9 +78,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
 
 def rank_meshes(mesh: jax.sharding.Mesh) -> list[jax.sharding.Mesh]:
     """The submesh of every rank of the pipeline: the same axes, `pipe` of size 1."""
-    return [
-        jax.sharding.Mesh(devices[None], mesh.axis_names, axis_types=mesh.axis_types) for devices in mesh.devices
-    ]
+    return [jax.sharding.Mesh(devices[None], mesh.axis_names, axis_types=mesh.axis_types) for devices in mesh.devices]
 
 
 def spec(*logical: str | None) -> P:

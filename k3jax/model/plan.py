@@ -115,8 +115,8 @@ def blocks_pushed(config: ModelConfig, start: int, stop: int) -> tuple[int, ...]
 def legal_cuts(config: ModelConfig) -> tuple[int, ...]:
     """Layers before which a pipeline may be cut: where the repeating pattern of mixers starts again.
 
-    The pattern is the shortest one that fills the decoder at least twice from the front; an unfinished or different rest
-    is one more piece. Without such a pattern there are no cuts.
+    The pattern is the shortest one that fills the decoder at least twice from the front; a rest that is unfinished or
+    different is one more piece. Without such a pattern there are no cuts.
     """
     mixers = [layer.mixer for layer in config.layers]
     for period in range(1, len(mixers) // 2 + 1):
@@ -141,19 +141,18 @@ def cut_layers(config: ModelConfig, count: int, costs: Sequence[float]) -> tuple
             f"mesh.pipe × mesh.virtual = {count} stages: {config.num_layers} layers are cut where their pattern of "
             f"mixers starts again, so legal are 1 to {len(edges) - 1} stages"
         )
-    # best[e]: (heaviest stage, sum of squares, stages) of the layers before edge e, one stage more each round
-    best: list[tuple[float, float, tuple[tuple[int, int], ...]] | None] = [(0.0, 0.0, ())] + [None] * (len(edges) - 1)
+    # best[e]: (heaviest stage, sum of squares, stages) of the layers before edge e; each round adds a stage
+    Best = dict[int, tuple[float, float, tuple[tuple[int, int], ...]]]
+    best: Best = {0: (0.0, 0.0, ())}
     for _ in range(count):
-        longer: list[tuple[float, float, tuple[tuple[int, int], ...]] | None] = [None] * len(edges)
-        for end in range(1, len(edges)):
+        longer: Best = {}
+        for end in edges[1:]:
             options = []
-            for begin, found in enumerate(best[:end]):
-                if found is not None:
-                    cost = sum(costs[edges[begin] : edges[end]])
-                    stages = (*found[2], (edges[begin], edges[end]))
-                    options.append((max(found[0], cost), found[1] + cost**2, stages))
-            longer[end] = min(options, default=None)
+            for begin, (heaviest, squares, stages) in best.items():
+                if begin < end:
+                    cost = sum(costs[begin:end])
+                    options.append((max(heaviest, cost), squares + cost**2, (*stages, (begin, end))))
+            if options:
+                longer[end] = min(options)
         best = longer
-    found = best[-1]
-    assert found is not None
-    return found[2]
+    return best[config.num_layers][2]

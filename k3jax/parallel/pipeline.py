@@ -1,10 +1,10 @@
 """Pipeline parallelism: the schedule as data, and the executor that runs programs of stages in its order.
 
-The model is cut into chunks 0 … P·V − 1; rank p of the pipeline holds chunks p, p + P, p + 2P, … (virtual stages). Every
-chunk has two programs on the submesh of its rank, forward and backward, and the host issues them; JAX runs what does
-not depend on each other at the same time. One program for all ranks would not do: stages differ (embedding, head, dense
-layers, size of the bank), collectives inside branches that only some devices take can deadlock, and XLA allocates for
-the most that could be live, where 1F1B's bound comes from the order of the calls.
+The model is cut into chunks 0 … P·V − 1; rank p of the pipeline holds chunks p, p + P, p + 2P, … (virtual stages).
+Every chunk has two programs on the submesh of its rank, forward and backward, and the host issues them; JAX runs what
+does not depend on each other at the same time. One program for all ranks would not do: stages differ (embedding, head,
+dense layers, size of the bank), collectives inside branches that only some devices take can deadlock, and XLA allocates
+for the most that could be live, where 1F1B's bound comes from the order of the calls.
 
 A chunk reads the partial sum of the chunk before and every bank row that was pushed before it (`k3jax.ops.attn_res`).
 A rank receives a row once for a micro-batch and keeps it for all its chunks:
@@ -142,7 +142,7 @@ class Layout:
         return self._rows(chunk - self.ranks + 1, chunk)
 
     def retired(self, chunk: int) -> tuple[int, ...]:
-        """Rows that the rank of a chunk does not need any more after its backward: no earlier chunk there reads them."""
+        """Rows that the rank of a chunk needs no more after its backward: no earlier chunk there reads them."""
         return self._rows(chunk - self.ranks, chunk)
 
     def is_last_on_rank(self, chunk: int) -> bool:
@@ -166,7 +166,7 @@ class StagePrograms(Protocol):
             partial: given up; None for the first chunk.
             d_partial: given up; None for the last chunk, which starts from the loss.
             d_pushed: for every row pushed here a tuple of cotangents whose sum is its own; given up.
-            d_rows: for every row read a tuple of cotangents, possibly empty, that the chunk's own is added to; given up.
+            d_rows: for every row read a tuple of cotangents, perhaps empty, that the chunk's own is added to; given up.
 
         Returns:
             the cotangents of the partial and of every row read; (None, ()) for the first chunk.
@@ -216,7 +216,8 @@ class Executor:
         for tick in timeline(schedule):
             for _, op in tick:
                 (self._forward if op.kind == "F" else self._backward)(op.chunk, op.micro)
-        assert not any(any(kept.values()) for kept in (self._rows, self._cotangents)) and not self._partials
+        assert not any(any(kept.values()) for kept in (self._rows, self._cotangents))
+        assert not self._partials
 
     def run_forward(self, micro: int) -> tuple[tuple, Any]:
         """Only the forwards of one micro-batch, up to the inputs of the last chunk (rows, partial)."""
@@ -276,19 +277,20 @@ class Executor:
 
     def _send(self, tree: Tree, rank: int) -> Tree:
         moved = send(tree, self.shardings[rank])
-        self.traffic.sent += _bytes(moved)
+        self.traffic.sent += local_bytes(moved)
         self._hold(rank, moved)
         return moved
 
     def _hold(self, rank: int, tree: Tree) -> None:
         traffic = self.traffic
-        traffic.live[rank] += _bytes(tree)
+        traffic.live[rank] += local_bytes(tree)
         traffic.peak[rank] = max(traffic.peak[rank], traffic.live[rank])
 
     def _drop(self, rank: int, tree: Tree) -> None:
-        self.traffic.live[rank] -= _bytes(tree)
+        self.traffic.live[rank] -= local_bytes(tree)
 
 
-def _bytes(tree: Tree) -> int:
+def local_bytes(tree: Tree) -> int:
+    """Bytes that one device holds of arrays, or of shapes with shardings."""
     shapes = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
     return sum(math.prod(shape) * size for shape, size in shapes)

@@ -108,14 +108,14 @@ def make_optimizer(config: OptimizerConfig, params: Any, total_steps: int) -> Op
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`; `update(..., grad_norm=…)` tells it the norm where the gradients are a part of all."""
+    """`optax.clip_by_global_norm`; `update(…, grad_norm=…)` tells the norm where the gradients are a part of all."""
 
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         clip = lambda t: jnp.where(norm < max_norm, t, t / norm.astype(t.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(clip, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -139,7 +139,8 @@ def update_squares(updates: Any, groups: Any) -> dict[str, tuple[jax.Array, int]
     squares: dict[str, list[tuple[jax.Array, int]]] = {}
     for update, group in zip(jax.tree.leaves(updates), jax.tree.leaves(groups), strict=True):
         squares.setdefault(group, []).append((jnp.sum(jnp.square(update.astype(jnp.float32))), update.size))
-    return {g: (sum(s for s, _ in found), sum(n for _, n in found)) for g, found in sorted(squares.items())}
+    totals = ((group, cast(jax.Array, sum(s for s, _ in found)), found) for group, found in sorted(squares.items()))
+    return {group: (total, sum(n for _, n in found)) for group, total, found in totals}
 
 
 def update_rms(updates: Any, groups: Any) -> dict[str, jax.Array]:

@@ -32,7 +32,7 @@ from k3jax.config import RunConfig
 from k3jax.model.decoder import Options
 from k3jax.model.k3 import K3, Stage, collect, describe
 from k3jax.model.plan import blocks_pushed, cut_layers
-from k3jax.parallel.pipeline import Executor, Layout, Schedule, Traffic, bubble, one_f_one_b, send
+from k3jax.parallel.pipeline import Executor, Layout, Schedule, Traffic, bubble, local_bytes, one_f_one_b, send
 from k3jax.sharding import rank_meshes, shardings, spec, to_rest
 from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
@@ -119,6 +119,11 @@ class PipelineTrainer:
             for rank in self.ranks
         )
 
+    def memory(self) -> list[dict[str, int]]:
+        """For each rank what one of its devices held at most in the last step, in bytes: state, gradients, what waits
+        between passes (`Traffic.peak`), and the temporaries of the program that has the most."""
+        return [rank.memory() | {"waiting": peak} for rank, peak in zip(self.ranks, self.traffic.peak)]
+
     def step(
         self, states: RankStates, batches: RankBatches, schedule: Schedule | None = None
     ) -> tuple[RankStates, Metrics]:
@@ -149,7 +154,7 @@ class PipelineTrainer:
         self.traffic: Traffic = executor.traffic
         return [chunk.unload() for chunk in self.chunks]
 
-    def evaluate(self, states: RankStates, batches: RankBatches) -> Metrics:
+    def evaluate(self, states: RankStates, batches: RankBatches) -> dict[str, np.ndarray]:
         """Sums over the targets that count, as of `make_eval_step`."""
         self._load(states, batches)
         executor = Executor(self.layout, self.chunks, [rank.residual.sharding for rank in self.ranks])
@@ -262,6 +267,13 @@ class _Rank:
             jitted = jax.jit(self._update, donate_argnums=0, compiler_options=options)
             self.update = jitted.lower(*arguments).compile()
 
+    def memory(self) -> dict[str, int]:
+        """See `PipelineTrainer.memory`."""
+        programs = [self.update, self.square, *(program for c in self.chunks.values() for program in c.compiled)]
+        temporary = max(cast(Any, program.memory_analysis()).temp_size_in_bytes for program in programs)
+        taken = [chunk.taken_type for chunk in self.chunks.values()]
+        return {"state": local_bytes(self.abstract), "gradients": local_bytes(taken), "temporary": temporary}
+
     def _update(
         self,
         state: TrainState,
@@ -305,9 +317,9 @@ class _Chunk:
         self.layout, self.number, self.rank, self.token_bytes = layout, number, rank, token_bytes
         self.config, self.name = rank.config, chunk_name(number)
         self.first, self.last = number == 0, number == layout.chunks - 1
-        before = [stage.moe_layers for name, stage in self._stages().items() if int(name[6:]) < number]
-        start = sum(map(len, before))
-        self.bias_rows = slice(start, start + len(self._stages()[self.name].moe_layers))
+        stages = self._stages()
+        start = sum(len(stages[chunk_name(c)].moe_layers) for c in range(number % layout.ranks, number, layout.ranks))
+        self.bias_rows = slice(start, start + len(stages[self.name].moe_layers))
 
     def _stages(self) -> dict[str, Stage]:
         return cast(Any, self.rank.abstract.params)
@@ -332,6 +344,7 @@ class _Chunk:
             self._score = jax.jit(self._scores).lower(*held, rows, ends[0]).compile()
         else:
             self._forward = jax.jit(self._outputs).lower(*held, rows, ends[0]).compile()
+        self.compiled = [self._backward, self._score if self.last else self._forward]
 
     def load(self, state: TrainState, batch: Sequence[Batch]) -> None:
         """What the next calls work on."""
@@ -418,7 +431,7 @@ def _mean(taken: dict[str, tuple[Stage, Sums]], tokens: jax.Array) -> dict[str, 
 
 def _squares(taken: dict[str, tuple[Stage, Sums]], tokens: jax.Array) -> jax.Array:
     """Sum of squares of the gradients of the mean loss."""
-    return sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(_mean(taken, tokens)))
+    return cast(jax.Array, sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(_mean(taken, tokens))))
 
 
 def _norm(squares: Sequence[jax.Array]) -> jax.Array:

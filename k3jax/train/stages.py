@@ -61,7 +61,7 @@ class Stages:
     @cached_property
     def _layers(self) -> dict[int, tuple[int, Path, int]]:
         """Layer → its chunk, the path of its stack there and its slot."""
-        out = {}
+        out: dict[int, tuple[int, Path, int]] = {}
         for chunk, bounds in enumerate(self.bounds):
             for i, plan in enumerate(plan_layers(self.model, *bounds)):
                 for j, (_, numbers) in enumerate(plan.run_layers()):
@@ -79,7 +79,9 @@ class Stages:
             at = path.index("segments")
             _, numbers = plan_layers(self.model)[int(path[at + 1])].run_layers()[int(path[at + 3])]
             found = (self._layers[number] for number in numbers)
-            return [Slice(c % self.ranks, (*path[:at], *stack, *path[at + 4 :]), slot) for c, stack, slot in found], True
+            return [
+                Slice(c % self.ranks, (*path[:at], *stack, *path[at + 4 :]), slot) for c, stack, slot in found
+            ], True
         for at, name in enumerate(path):
             if name in _ENDS:
                 chunk = range(len(self.bounds))[_ENDS[name]]
@@ -117,7 +119,7 @@ def from_whole(stages: Stages, whole: TrainState, abstract: Sequence[TrainState]
 
 
 def on_host[T](like: T) -> T:
-    """Shapes and dtypes of `like` as NumPy arrays without memory: `CheckpointStore.load` then reads into host memory."""
+    """Shapes and dtypes of `like` as NumPy arrays without memory: `CheckpointStore.load` reads such on the host."""
     return jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), like)
 
 

@@ -258,9 +258,7 @@ def make_eval_step(config: RunConfig, token_bytes: np.ndarray) -> Callable[[K3, 
     return eval_step
 
 
-def mla_rows(
-    config: ModelConfig, stages: Mapping[str, tuple[int, int]] | None = None
-) -> dict[str, list[int]]:
+def mla_rows(config: ModelConfig, stages: Mapping[str, tuple[int, int]] | None = None) -> dict[str, list[int]]:
     """Path of every stack of MLA layers → their rows in `Aux.max_logit`, in the order of the stack.
 
     Args:
