@@ -206,6 +206,8 @@ class MeshConfig:
     """
 
     pipe: int = 1
+    """Ranks of a pipeline; each holds mesh.virtual stages of consecutive layers. Its micro-batches are those of
+    train.accumulation."""
     data: int = 1
     expert: int = 1
     context: int = 1
@@ -296,7 +298,8 @@ class TrainConfig:
 
     steps: int = 1000
     accumulation: int = 1
-    """Micro-batches per optimizer step; must divide data.batch_size."""
+    """Micro-batches per optimizer step; must divide data.batch_size. With M, P ranks of a pipeline with V stages each
+    wait (P − 1) / (V · M + P − 1) of the time."""
     remat: Remat = "none"
     """What the forward pass keeps for the backward pass, from most to least: "none" all that autodiff asks for;
     "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;

@@ -17,7 +17,8 @@ Legend: M micro-batches, B sequences in one, T time, D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.config import RunConfig
+from k3jax.config import ConfigError, RunConfig
 from k3jax.model.decoder import Options
 from k3jax.model.k3 import K3, Stage, collect, describe
 from k3jax.model.plan import blocks_pushed, cut_layers
@@ -62,16 +63,21 @@ class PipelineTrainer:
     """The programs of all stages of a run, and the calls that the training loop makes.
 
     Raises:
-        ConfigError: more stages than the layers can be cut into.
+        ConfigError: more stages than the layers can be cut into, or several processes.
     """
 
     def __init__(self, config: RunConfig, mesh: jax.sharding.Mesh, token_bytes: np.ndarray) -> None:
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "mesh.pipe > 1 needs all its devices in one process so far; use mesh.data between processes"
+            )
         model, ranks, virtual = config.model, config.mesh.pipe, config.mesh.virtual
         bounds = cut_layers(model, ranks * virtual, stage_costs(model, config.data.sequence_length))
         self.config, self.stages = config, Stages(model, ranks, bounds)
         self.layout = Layout(ranks, tuple(blocks_pushed(model, *stage) for stage in bounds))
         self.schedule = one_f_one_b(ranks, virtual, config.train.accumulation)
         self.meshes = rank_meshes(mesh)
+        self.programs: dict[str, Any] = {}
         self.ranks = [_Rank(self, rank, np.asarray(token_bytes, np.int32)) for rank in range(ranks)]
         self.chunks = [self.ranks[self.layout.rank(c)].chunks[c] for c in range(self.layout.chunks)]
 
@@ -97,16 +103,20 @@ class PipelineTrainer:
         return tuple(rank.create() for rank in self.ranks)
 
     def compile(self) -> None:
-        """Compiles every program."""
-        last = self.ranks[-1]
+        """Compiles every program, several at a time."""
+        last, lowered = self.ranks[-1], []
+        for chunk in self.chunks:
+            lowered += [(chunk.programs, name, program) for name, program in chunk.lower().items()]
+        sums = self.chunks[-1].taken_type[1]
         for rank in self.ranks:
-            rank.compile_passes()
-        for rank in self.ranks:
-            rank.compile_update(self.chunks[-1].taken_type[1])
+            lowered += [(rank.programs, name, program) for name, program in rank.lower(sums).items()]
         with jax.set_mesh(last.mesh):
-            squares = [_on(last.whole, rank.square_type) for rank in self.ranks]
-            reports = [_on(last.whole, rank.report_type) for rank in self.ranks]
-            self._finish = jax.jit(self._metrics).lower(self.chunks[-1].taken_type[1], squares, reports).compile()
+            squares, reports = ([_on(last.whole, r.types[i]) for r in self.ranks] for i in range(2))
+            lowered.append((self.programs, "metrics", jax.jit(self._metrics).lower(sums, squares, reports)))
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda item: item[2].compile(), lowered)
+            for (programs, name, _), program in zip(lowered, compiled):
+                programs[name] = program
 
     def place(self, batch: dict[str, np.ndarray]) -> RankBatches:
         """A host batch [M·B, T] where the stages need it: tokens on the first, targets on the last."""
@@ -136,13 +146,14 @@ class PipelineTrainer:
         sums, last = taken[-1][1], self.ranks[-1]
         mine = [{chunk_name(c): taken[c] for c in rank.chunks} for rank in self.ranks]
         totals = [send((sums.tokens, sums.loss), rank.whole) for rank in self.ranks]
-        squares = [rank.square(part, tokens) for rank, part, (tokens, _) in zip(self.ranks, mine, totals)]
+        squares = [rank.programs["square"](part, tokens) for rank, part, (tokens, _) in zip(self.ranks, mine, totals)]
         new, reports = [], []
         for rank, state, part, total in zip(self.ranks, states, mine, totals):
-            updated, report = rank.update(state, part, [send(square, rank.whole) for square in squares], *total)
+            here = [send(square, rank.whole) for square in squares]
+            updated, report = rank.programs["update"](state, part, here, *total)
             new.append(updated)
             reports.append(send(report, last.whole))
-        return tuple(new), self._finish(sums, [send(square, last.whole) for square in squares], reports)
+        return tuple(new), self.programs["metrics"](sums, [send(square, last.whole) for square in squares], reports)
 
     def gradients(
         self, states: RankStates, batches: RankBatches, schedule: Schedule | None = None
@@ -229,6 +240,7 @@ class _Rank:
         types = dict.fromkeys(self.batch_keys, jnp.int32)
         types |= {key: jnp.bool_ for key in types if key == "loss_mask"}
         self.batch = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=self.tokens) for k, dtype in types.items()}
+        self.programs: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
         """Parameters by optimizer group."""
         for leaf, group in zip(jax.tree.leaves(self.abstract.params), jax.tree.leaves(self.optimizer.groups)):
@@ -248,29 +260,25 @@ class _Rank:
         with jax.set_mesh(self.mesh):
             return create_of(self._init, self.mesh, fsdp=self.config.mesh.fsdp)
 
-    def compile_passes(self) -> None:
-        with jax.set_mesh(self.mesh):
-            for chunk in self.chunks.values():
-                chunk.compile()
-
-    def compile_update(self, sums: Sums) -> None:
-        """`sums`: types of those of the last chunk."""
+    def lower(self, sums: Sums) -> dict[str, Any]:
+        """The programs, once those of the chunks are lowered; `sums`: types of those of the last chunk."""
         with jax.set_mesh(self.mesh):
             taken = {chunk_name(c): chunk.taken_type for c, chunk in self.chunks.items()}
             tokens, loss = _on(self.whole, (sums.tokens, sums.loss))
-            self.square = jax.jit(_squares).lower(taken, tokens).compile()
-            self.square_type = jax.eval_shape(_squares, taken, tokens)
-            squares = [_on(self.whole, self.square_type)] * self.config.mesh.pipe
-            arguments = (self.abstract, taken, squares, tokens, loss)
-            self.report_type = jax.eval_shape(self._update, *arguments)[1]
+            square = jax.jit(_squares).lower(taken, tokens)
+            squares = [_on(self.whole, square.out_info)] * self.config.mesh.pipe
             options = compiler_options(self.mesh)
-            jitted = jax.jit(self._update, donate_argnums=0, compiler_options=options)
-            self.update = jitted.lower(*arguments).compile()
+            update = jax.jit(self._update, donate_argnums=0, compiler_options=options).lower(
+                self.abstract, taken, squares, tokens, loss
+            )
+        self.types = (square.out_info, update.out_info[1])
+        """Of the square, and of what an update says of itself."""
+        return {"square": square, "update": update}
 
     def memory(self) -> dict[str, int]:
         """See `PipelineTrainer.memory`."""
-        programs = [self.update, self.square, *(program for c in self.chunks.values() for program in c.compiled)]
-        temporary = max(cast(Any, program.memory_analysis()).temp_size_in_bytes for program in programs)
+        programs = [program for owner in (self, *self.chunks.values()) for program in owner.programs.values()]
+        temporary = max(program.memory_analysis().temp_size_in_bytes for program in programs)
         taken = [chunk.taken_type for chunk in self.chunks.values()]
         return {"state": local_bytes(self.abstract), "gradients": local_bytes(taken), "temporary": temporary}
 
@@ -316,6 +324,7 @@ class _Chunk:
     def __init__(self, layout: Layout, number: int, rank: _Rank, token_bytes: np.ndarray) -> None:
         self.layout, self.number, self.rank, self.token_bytes = layout, number, rank, token_bytes
         self.config, self.name = rank.config, chunk_name(number)
+        self.programs: dict[str, Any] = {}
         self.first, self.last = number == 0, number == layout.chunks - 1
         stages = self._stages()
         start = sum(len(stages[chunk_name(c)].moe_layers) for c in range(number % layout.ranks, number, layout.ranks))
@@ -324,8 +333,8 @@ class _Chunk:
     def _stages(self) -> dict[str, Stage]:
         return cast(Any, self.rank.abstract.params)
 
-    def compile(self) -> None:
-        """Under the mesh of its rank."""
+    def lower(self) -> dict[str, Any]:
+        """The programs."""
         rank, layout = self.rank, self.layout
         x = rank.residual
         read, pushes = layout.read(self.number), layout.pushes[self.number]
@@ -334,17 +343,17 @@ class _Chunk:
         d_pushed = () if self.last else tuple((x,) * layout.contributions(self.number, row) for row in pushes)
         d_rows = tuple((x,) * layout.contributions(self.number, row) for row in read)
         d_first, d_more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
-        self.taken_type = jax.eval_shape(self._pass, *held, rows, *ends, d_pushed)[2]
-        zeros = jax.jit(partial(_zeros, self.taken_type)).lower().compile()
-        self._zeros: Callable[[], Any] = zeros
-        donated = (9, 7) if self.first else (9, 7, 4)
-        arguments = (*held, rows, *ends, d_pushed, d_first, d_more, self.taken_type)
-        self._backward = jax.jit(self._add_pass, donate_argnums=donated).lower(*arguments).compile()
-        if self.last:
-            self._score = jax.jit(self._scores).lower(*held, rows, ends[0]).compile()
-        else:
-            self._forward = jax.jit(self._outputs).lower(*held, rows, ends[0]).compile()
-        self.compiled = [self._backward, self._score if self.last else self._forward]
+        with jax.set_mesh(rank.mesh):
+            self.taken_type = jax.eval_shape(self._pass, *held, rows, *ends, d_pushed)[2]
+            # what has a result of its shape to be written over
+            donated = ("d_first", "taken") if self.first else ("partial", "d_first", "taken")
+            backward = jax.jit(self._add_pass, donate_argnames=donated)
+            name, forward = ("score", self._scores) if self.last else ("forward", self._outputs)
+            return {
+                "zeros": jax.jit(partial(_zeros, self.taken_type)).lower(),
+                "backward": backward.lower(*held, rows, *ends, d_pushed, d_first, d_more, self.taken_type),
+                name: jax.jit(forward).lower(*held, rows, ends[0]),
+            }
 
     def load(self, state: TrainState, batch: Sequence[Batch]) -> None:
         """What the next calls work on."""
@@ -358,18 +367,18 @@ class _Chunk:
         return taken
 
     def forward(self, micro: int, rows: tuple, partial: Any) -> tuple[Any, tuple]:
-        return self._forward(*self._held, self._batch[micro], rows, partial)
+        return self.programs["forward"](*self._held, self._batch[micro], rows, partial)
 
     def backward(self, micro: int, rows: tuple, partial: Any, d_partial: Any, d_pushed: tuple, d_rows: tuple) -> Any:
         first, more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
-        taken = self._zeros() if self._taken is None else self._taken
-        *cotangents, self._taken = self._backward(
+        taken = self.programs["zeros"]() if self._taken is None else self._taken
+        *cotangents, self._taken = self.programs["backward"](
             *self._held, self._batch[micro], rows, partial, d_partial, d_pushed, first, more, taken
         )
         return cotangents
 
     def score(self, micro: int, rows: tuple, partial: Any) -> Metrics:
-        return self._score(*self._held, self._batch[micro], rows, partial)
+        return self.programs["score"](*self._held, self._batch[micro], rows, partial)
 
     def _outputs(self, stage: Stage, bias: jax.Array, batch: Batch, rows: tuple, partial: Any) -> tuple[Any, tuple]:
         partial, bank, _ = self._run(stage, bias, batch, rows, partial)

@@ -92,6 +92,13 @@ def test_stages_cut_inside_blocks_take_the_step_of_one_device(x64, small):
     """Two ranks of two stages each, in blocks of two layers."""
     trainer = check(config_on(MeshConfig(pipe=2, virtual=2), SMALL, accumulation=2), small)
     assert trainer.stages.bounds == ((0, 1), (1, 2), (2, 3), (3, 4))
+    # a loss that is not finite on the last rank leaves the state of every rank as it was
+    broken = dataclasses.replace(small[0], params=jax.tree.map(np.copy, small[0].params))
+    broken.params.embed[...] = np.full_like(broken.params.embed[...], np.nan)
+    states, metrics = trainer.step(trainer.parts(broken), trainer.place(random_batch(8)))
+    assert not metrics["finite"]
+    for a, b in zip(jax.tree.leaves(trainer.whole(states, broken)), jax.tree.leaves(broken), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 CASES: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
