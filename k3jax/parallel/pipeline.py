@@ -206,14 +206,14 @@ class Executor:
         self.layout, self.programs, self.shardings = layout, programs, shardings
         self.traffic = Traffic([0] * layout.ranks, [0] * layout.ranks)
 
-    def run(self, schedule: Schedule) -> None:
-        """A training step: every forward and backward, issued in the order of `timeline`."""
+    def run(self, ticks: list[list[tuple[int, Op]]]) -> None:
+        """A training step: every forward and backward, issued in the order of a `timeline`."""
         # by (rank, micro-batch): row → array, and row → cotangents so far; by (chunk, micro-batch): partial sums
         self._rows: dict[tuple[int, int], dict[int, Any]] = {}
         self._cotangents: dict[tuple[int, int], dict[int, tuple]] = {}
         self._partials: dict[tuple[int, int], Any] = {}
         self._d_partials: dict[tuple[int, int], Any] = {}
-        for tick in timeline(schedule):
+        for tick in ticks:
             for _, op in tick:
                 (self._forward if op.kind == "F" else self._backward)(op.chunk, op.micro)
         assert not any(any(kept.values()) for kept in (self._rows, self._cotangents))

@@ -33,7 +33,17 @@ from k3jax.config import ConfigError, RunConfig
 from k3jax.model.decoder import Options
 from k3jax.model.k3 import K3, Stage, collect, describe
 from k3jax.model.plan import blocks_pushed, cut_layers
-from k3jax.parallel.pipeline import Executor, Layout, Schedule, Traffic, bubble, local_bytes, one_f_one_b, send
+from k3jax.parallel.pipeline import (
+    Executor,
+    Layout,
+    Schedule,
+    Traffic,
+    bubble,
+    local_bytes,
+    one_f_one_b,
+    send,
+    timeline,
+)
 from k3jax.sharding import rank_meshes, shardings, spec, to_rest
 from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
@@ -41,6 +51,7 @@ from k3jax.train.placement import placement_lines, placements
 from k3jax.train.stages import Stages, chunk_name, from_whole, to_whole
 from k3jax.train.state import TrainState, abstract_of, abstract_params, create_of, fresh_state
 from k3jax.train.step import (
+    DEVICE_KEYS,
     Batch,
     Metrics,
     Sums,
@@ -76,6 +87,7 @@ class PipelineTrainer:
         self.config, self.stages = config, Stages(model, ranks, bounds)
         self.layout = Layout(ranks, tuple(blocks_pushed(model, *stage) for stage in bounds))
         self.schedule = one_f_one_b(ranks, virtual, config.train.accumulation)
+        self.ticks = timeline(self.schedule)
         self.meshes = rank_meshes(mesh)
         self.programs: dict[str, Any] = {}
         self.ranks = [_Rank(self, rank, np.asarray(token_bytes, np.int32)) for rank in range(ranks)]
@@ -121,13 +133,12 @@ class PipelineTrainer:
     def place(self, batch: dict[str, np.ndarray]) -> RankBatches:
         """A host batch [M·B, T] where the stages need it: tokens on the first, targets on the last."""
         count = self.config.train.accumulation
-        return tuple(
-            tuple(
-                {key: jax.device_put(np.split(batch[key], count)[m], rank.tokens) for key in rank.batch_keys}
-                for m in range(count)
-            )
-            for rank in self.ranks
-        )
+        micro = {key: np.split(batch[key], count) for key in DEVICE_KEYS}
+
+        def place(rank: _Rank, m: int) -> Batch:
+            return {key: jax.device_put(micro[key][m], rank.tokens) for key in rank.batch_keys}
+
+        return tuple(tuple(place(rank, m) for m in range(count)) for rank in self.ranks)
 
     def memory(self) -> list[dict[str, int]]:
         """For each rank what one of its devices held at most in the last step, in bytes: state, gradients, what waits
@@ -161,7 +172,7 @@ class PipelineTrainer:
         """For every chunk the gradients of the *summed* loss, at rest, and its sums over the batch."""
         self._load(states, batches)
         executor = Executor(self.layout, self.chunks, [rank.residual.sharding for rank in self.ranks])
-        executor.run(schedule or self.schedule)
+        executor.run(timeline(schedule) if schedule else self.ticks)
         self.traffic: Traffic = executor.traffic
         return [chunk.unload() for chunk in self.chunks]
 

@@ -151,7 +151,7 @@ def test_every_reader_of_a_block_counts_once_in_its_gradient(x64, make, ranks, v
             weight = jax.device_put(weights[c], NamedSharding(mesh, P()))
             programs.append(Toy(weight, layout, c, jax.device_put(data, NamedSharding(mesh, P()))))
     executor = Executor(layout, programs, places)
-    executor.run(make(ranks, virtual, micro))
+    executor.run(timeline(make(ranks, virtual, micro)))
     np.testing.assert_allclose([p.gradient for p in programs], expected, rtol=1e-12)
     assert executor.traffic.live == [0] * ranks  # all was freed
 
