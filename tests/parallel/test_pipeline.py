@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ConfigError, MeshConfig, k3, nano
 from k3jax.model.plan import blocks_pushed, cut_layers, legal_cuts, plan_layers
+from k3jax.parallel import pipeline
 from k3jax.parallel.pipeline import Executor, Layout, Op, bubble, gpipe, one_f_one_b, timeline
 from k3jax.sharding import make_mesh, rank_meshes
 
@@ -154,6 +155,39 @@ def test_every_reader_of_a_block_counts_once_in_its_gradient(x64, make, ranks, v
     executor.run(timeline(make(ranks, virtual, micro)))
     np.testing.assert_allclose([p.gradient for p in programs], expected, rtol=1e-12)
     assert executor.traffic.live == [0] * ranks  # all was freed
+
+
+class Idle:
+    """A chunk that computes nothing."""
+
+    def __init__(self, layout, number):
+        self.pushes, self.first, self.x = len(layout.pushes[number]), number == 0, jnp.zeros(1, jnp.int8)
+
+    def forward(self, micro, rows, partial):
+        return self.x, (self.x,) * self.pushes
+
+    def backward(self, micro, rows, partial, d_partial, d_pushed, d_rows):
+        return None if self.first else self.x, (self.x,) * len(rows)
+
+
+@pytest.mark.parametrize("pushes", [((0,), (), (1,), ()), ((0,), (1,), (2,), (3, 4))])
+def test_1f1b_bounds_what_lies_on_a_rank_and_gpipe_does_not(monkeypatch, pushes):
+    monkeypatch.setattr(pipeline, "send", lambda tree, sharding: tree)
+    layout = Layout(4, pushes)
+
+    def peak(make, micro):
+        executor = Executor(layout, [Idle(layout, chunk) for chunk in range(4)], [None] * 4)
+        executor.run(timeline(make(4, 1, micro)))
+        assert executor.traffic.live == [0] * 4
+        return executor.traffic.peak
+
+    assert peak(one_f_one_b, 32) == peak(one_f_one_b, 8)
+    for rank in range(1, 4):
+        rows = len(layout.read(rank))
+        # 4 - p micro-batches, one that came early, and the cotangents of one
+        bound = (4 - rank + 1) * (1 + rows) + 1 + rows + len(pushes[rank])
+        assert peak(one_f_one_b, 32)[rank] <= bound
+        assert peak(gpipe, 32)[rank] > 32 * (1 + rows)
 
 
 def test_a_row_makes_one_hop_to_each_other_rank_however_many_stages_a_rank_has():
