@@ -358,12 +358,13 @@ class _Chunk:
             self.taken_type = jax.eval_shape(self._pass, *held, rows, *ends, d_pushed)[2]
             # what has a result of its shape to be written over
             donated = ("d_first", "taken") if self.first else ("partial", "d_first", "taken")
-            backward = jax.jit(self._add_pass, donate_argnames=donated)
+            options = compiler_options(rank.mesh)
+            backward = jax.jit(self._add_pass, donate_argnames=donated, compiler_options=options)
             name, forward = ("score", self._scores) if self.last else ("forward", self._outputs)
             return {
                 "zeros": jax.jit(partial(_zeros, self.taken_type)).lower(),
                 "backward": backward.lower(*held, rows, *ends, d_pushed, d_first, d_more, self.taken_type),
-                name: jax.jit(forward).lower(*held, rows, ends[0]),
+                name: jax.jit(forward, compiler_options=options).lower(*held, rows, ends[0]),
             }
 
     def load(self, state: TrainState, batch: Sequence[Batch]) -> None:
@@ -398,7 +399,7 @@ class _Chunk:
     def _run(self, stage: Stage, bias: jax.Array, batch: Batch, rows: tuple, partial: Any) -> tuple[Any, tuple, Any]:
         """Partial sum, bank and per-layer outputs after the chunk."""
         train, ids = self.config.train, batch["segment_ids"]
-        options = Options(train.remat, train.unroll, histogram=True)
+        options = Options(remat=train.remat, unroll=train.unroll, histogram=True)
         start = stage.embedded(batch["tokens"]) if self.first else partial
         (partial, bank), outs = stage.run((start, rows), describe(ids, ids, None), bias[self.bias_rows], options)
         return partial, bank, outs
