@@ -11,7 +11,7 @@ import pytest
 from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 from test_sharded_step import assert_same_step
 
-from k3jax.config import ConfigError, MeshConfig, ModelConfig, MoEConfig, RunConfig
+from k3jax.config import ConfigError, DataConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig, k3
 from k3jax.parallel.pipeline import gpipe
 from k3jax.sharding import make_mesh
 from k3jax.train.loop import train
@@ -228,3 +228,21 @@ def test_a_run_goes_on_with_the_same_losses_from_mesh_to_mesh(micro_run, tmp_pat
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), (mesh, a["kind"], a["step"])
         last = config
     assert "sample" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_released_geometry_is_cut_into_twenty_four_stages():
+    config = RunConfig(
+        k3(), DataConfig(batch_size=64), MeshConfig(pipe=8, virtual=3), train=TrainConfig(accumulation=64)
+    )
+    trainer = PipelineTrainer(config, make_mesh(config.mesh), TOKEN_BYTES)
+    assert trainer.describe()[0].startswith("pipeline    8 ranks × 3 stages: layers 0-3 | 4-7 | 8-11 | ")
+    assert trainer.stages.bounds[-1] == (92, 93)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part.params)) for part in trainer.abstract]
+    assert sum(sizes) == 2_779_484_393_568
+    assert sum(len(trainer.stages.moe_layers(rank)) for rank in range(8)) == 92
+    hops = [(len(trainer.layout.sent(chunk)), len(trainer.layout.read(chunk))) for chunk in range(24)]
+    assert tuple(map(sum, zip(*hops))) == (
+        49,
+        100,
+    )  # blocks that travel, and would if every stage were sent all it reads
