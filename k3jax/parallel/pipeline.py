@@ -292,5 +292,8 @@ class Executor:
 
 def local_bytes(tree: Tree) -> int:
     """Bytes that one device holds of arrays, or of shapes with shardings."""
-    shapes = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * size for shape, size in shapes)
+
+    def local(x: Any) -> int:  # shapes of a traced function on one device say no sharding
+        return math.prod(x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(map(local, jax.tree.leaves(tree)))
