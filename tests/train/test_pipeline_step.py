@@ -14,7 +14,7 @@ from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 from test_sharded_step import assert_same_step
 
 from k3jax.config import ConfigError, DataConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig, k3
-from k3jax.parallel.pipeline import gpipe
+from k3jax.parallel.pipeline import gpipe, local_bytes
 from k3jax.sharding import make_mesh
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_records
@@ -120,6 +120,10 @@ CASES: dict[str, tuple[str, MeshConfig, dict[str, Any]]] = {
 def test_every_pipeline_takes_the_step_of_one_device(x64, name):
     model, mesh, train = CASES[name]
     trainer = check(config_on(mesh, MODELS[model], **train), single(model))
+    for chunk in trainer.chunks:  # a device adds up its slice of the gradients
+        grads = chunk.taken_type[0]
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(grads))
+        assert local_bytes(grads) <= whole / (mesh.data * mesh.expert) * 1.1
     if name == "pipe=2, virtual=4":  # blocks are sent once
         layout, x = trainer.layout, 2 * 32 * 32 * 8
         cached = sum(1 + len(layout.sent(chunk)) for chunk in range(1, layout.chunks))
