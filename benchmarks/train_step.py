@@ -52,7 +52,7 @@ class Arguments:
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     steps: int = 20
-    """Timed steps, after three of warm-up."""
+    """Timed steps, after three of warm-up; from one loss known to the next."""
     profile: bool = False
     """Also trace three steps. Kernels are then launched one by one: XLA's command buffers hide what they belong to."""
     triton: bool = False
@@ -202,12 +202,15 @@ def run(arguments: Arguments) -> None:
         if analysis is not None:
             memory = {"arguments": analysis.argument_size_in_bytes, "temporaries": analysis.temp_size_in_bytes}
             print("memory: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items()))
-        times, losses = [], []
-        for i in range(arguments.steps + 3):
-            begin = time.perf_counter()
+        times, losses, running = [], [], None
+        begin = time.perf_counter()
+        for i in range(arguments.steps + 4):
             state, metrics = compiled(state, batches[i % len(batches)])
-            losses.append(float(metrics["loss"]))
-            times.append(time.perf_counter() - begin)
+            if running is not None:  # as in training, the host is one step ahead of what it has read
+                losses.append(float(running))
+                times.append(-begin + (begin := time.perf_counter()))
+            running = metrics["loss"]
+        jax.block_until_ready(state)
         row = report(config, mesh, np.array(times[3:]), losses, device)
         row |= {
             "without": arguments.without,

@@ -115,6 +115,9 @@ class MoEConfig:
     """Bins of the quantile-balancing histogram."""
     implementation: Literal["dense", "blocked", "ragged", "pallas"] | None = None
     """How experts multiply; None picks "pallas" (Hopper GPUs, 16-bit compute) where it runs, else "blocked"."""
+    dispatch: Literal["balanced", "home"] = "balanced"
+    """How rows travel on a mesh with expert > 1: "balanced" (MoonEP) lets every rank compute the same number and copies
+    busy experts for it; "home" sends all rows of an expert to its home, with room for the worst case."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -199,10 +202,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes. Tokens are sharded over data × expert (batch) and context (sequence).
+    """Sizes of the mesh axes.
 
-    Optimizer state is always cut over data × expert (ZeRO-1). Only these two and `pipe` may be larger than 1 so far;
-    `expert` is one more axis of data.
+    Tokens are sharded over data × expert (batch) and context (time, in contiguous parts). `expert` also holds different
+    experts on each device, `tensor` different heads, columns of the dense and shared feed-forwards and words of the
+    vocabulary, and cuts the residual stream between layers along time. Optimizer state is cut over all of the mesh
+    (ZeRO-1).
     """
 
     pipe: int = 1
@@ -213,7 +218,7 @@ class MeshConfig:
     context: int = 1
     tensor: int = 1
     fsdp: bool = False
-    """Cut the parameters over data × expert too; each layer gathers its own when it runs. With train.remat "none" or
+    """Cut the parameters over all of the mesh too; each layer gathers its own when it runs. With train.remat "none" or
     "products" the backward pass keeps what was gathered; "sublayer" and "layer" gather again, "block" once a block."""
     virtual: int = 1
     """Stages of the model that each rank of `pipe` holds (interleaved 1F1B): a smaller bubble, more transfers."""
@@ -380,6 +385,18 @@ class RunConfig:
         micro = batch // accumulation
         _require(
             micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
+        )
+        length, shards, tensor = self.data.sequence_length, self.mesh.context, self.mesh.tensor
+        _require(
+            length % (shards * tensor) == 0,
+            f"data.sequence_length {length} must be a multiple of mesh context × tensor = {shards} × {tensor}: between "
+            "layers each device holds an equal part of a sequence",
+        )
+        shortest = self.model.kda.conv_size - 1
+        _require(
+            shards == 1 or length // shards >= shortest,
+            f"mesh.context {shards} leaves {length // shards} tokens of {length} on a device, and the convolution "
+            f"looks {shortest} back; at most {length // max(shortest, 1)} shards",
         )
 
 

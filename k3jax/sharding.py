@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,8 @@ from k3jax.config import ConfigError, MeshConfig
 
 AXES = ("pipe", "data", "expert", "context", "tensor")
 _BATCH = ("data", "expert")
-_SUPPORTED = ("pipe", *_BATCH)
+_COPIES = ("data", "expert", "context", "tensor")
+"""Mesh axes over which a parameter that does not use them lies in equal copies, unless it rests cut."""
 
 
 class Rule(NamedTuple):
@@ -34,29 +36,32 @@ class Rule(NamedTuple):
 
     used: tuple[str, ...] = ()
     """While it is computed with."""
-    rest: tuple[str, ...] = ()
-    """At rest, if it is the one that is cut: of one tensor that is the first in the order of the table whose size is a
-    multiple of the number of devices. A tensor that has none stays whole everywhere."""
+    rests: bool = True
+    """Whether it may be cut at rest, over the mesh axes that the tensor does not use: of one tensor the first in the
+    order of the table whose size is a multiple of their number is. A tensor that has none stays in copies."""
 
 
 # Experts and heads come first: Muon's blocks then rest whole, each on one device, and its update moves nothing.
 # "layers" is never cut at rest: every step of a scan would fetch from another device what all of them need at once.
 RULES: Mapping[str, Rule] = {
-    "batch": Rule(used=_BATCH),
-    "sequence": Rule(),
-    "layers": Rule(),
-    "expert": Rule(rest=_BATCH),
-    "heads": Rule(rest=_BATCH),
-    "vocab": Rule(rest=_BATCH),
-    "mlp": Rule(rest=_BATCH),
-    "embed": Rule(rest=_BATCH),
-    "latent": Rule(rest=_BATCH),
-    "lora": Rule(rest=_BATCH),
-    "kda_key": Rule(rest=_BATCH),
-    "kda_value": Rule(rest=_BATCH),
-    "qk": Rule(rest=_BATCH),
-    "v": Rule(rest=_BATCH),
-    "conv": Rule(),
+    "batch": Rule(_BATCH, rests=False),
+    "time": Rule(("context",), rests=False),  # where heads, columns or the vocabulary are cut over "tensor"
+    "sequence": Rule(("context", "tensor"), rests=False),  # of the residual stream
+    "layers": Rule(rests=False),
+    "expert": Rule(("expert",)),
+    "heads": Rule(("tensor",)),
+    "vocab": Rule(("tensor",)),
+    "mlp": Rule(("tensor",)),
+    "expert_mlp": Rule(),
+    "route": Rule(),  # the router's column of an expert
+    "embed": Rule(),
+    "latent": Rule(),
+    "lora": Rule(),
+    "kda_key": Rule(),
+    "kda_value": Rule(),
+    "qk": Rule(),
+    "v": Rule(),
+    "conv": Rule(rests=False),
 }
 
 
@@ -64,12 +69,8 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     """The device mesh in Explicit mode, axes `pipe, data, expert, context, tensor`.
 
     Raises:
-        ConfigError: an axis that is not supported yet, or a product of sizes that is not the number of devices.
+        ConfigError: a product of sizes that is not the number of devices.
     """
-    unsupported = [a for a, n in zip(AXES, config.sizes) if n > 1 and a not in _SUPPORTED]
-    if unsupported:
-        legal = ", ".join(f"`{a}`" for a in _SUPPORTED)
-        raise ConfigError(f"mesh axes {', '.join(unsupported)} must be 1: only {legal} can be larger so far")
     count, available = math.prod(config.sizes), jax.device_count()
     if count > available or available % count:
         raise ConfigError(f"mesh {dict(zip(AXES, config.sizes))} needs {count} devices, this machine has {available}")
@@ -121,6 +122,31 @@ def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
     return ("layers",) * (len(variable.shape) - len(axes)) + axes
 
 
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def used_spec(tensor: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
+    """The `PartitionSpec` of a parameter while it is computed with; arguments of `rest_spec`.
+
+    Raises:
+        ConfigError: an axis whose size is not a multiple of the devices that it is cut over.
+    """
+    entries: list[tuple[str, ...] | None] = []
+    for size, name in zip(shape, axes):
+        over = tuple(a for a in RULES[name].used if sizes.get(a, 1) > 1)
+        ways = math.prod(sizes[a] for a in over)
+        if size % ways:
+            legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ConfigError(
+                f"{tensor} {list(shape)}: its axis {name!r} of {size} cannot be cut over mesh axis "
+                f"{' × '.join(over)} = {ways}; legal are {legal}"
+            )
+        entries.append(over or None)
+    return P(*entries)
+
+
 def rest_spec(
     tensor: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int], *, strict: bool = False
 ) -> P:
@@ -133,23 +159,28 @@ def rest_spec(
         strict: refuse a bank of experts that would have to be cut elsewhere than between experts.
 
     Raises:
-        ConfigError: see `strict`.
+        ConfigError: see `strict`, and `used_spec`.
     """
+    entries = [_names(entry) for entry in used_spec(tensor, shape, axes, sizes)]
+    used = {a for entry in entries for a in entry}
+    cut = tuple(a for a in _COPIES if sizes.get(a, 1) > 1 and a not in used)
     for name, rule in RULES.items():
-        cut = tuple(a for a in rule.rest if sizes.get(a, 1) > 1)
-        if not cut or name not in axes:
+        if not cut or not rule.rests or name not in axes:
             continue
-        place, ways = axes.index(name), math.prod(sizes[a] for a in cut)
+        place = axes.index(name)
+        over = (*entries[place], *cut)
+        ways = math.prod(sizes[a] for a in over)
         if shape[place] % ways == 0:
-            return P(*(cut if i == place else None for i in range(len(axes))))
-        if strict and name == "expert" and set(axes[:place]) <= {"layers"}:  # a stack of experts, not the router
+            entries[place] = over
+            break
+        if strict and name == "expert":
             legal = ", ".join(str(n) for n in range(1, shape[place] + 1) if shape[place] % n == 0)
             raise ConfigError(
                 f"{tensor} {list(shape)}: its axis {name!r} of {shape[place]} cannot be cut over "
-                f"{' × '.join(f'{a} {sizes[a]}' for a in cut)} = {ways} devices, as mesh.fsdp asks; legal are "
-                f"{' × '.join(rule.rest)} in {legal}, or mesh.fsdp False"
+                f"{' × '.join(f'{a} {sizes[a]}' for a in over)} = {ways} devices, as mesh.fsdp asks; legal are "
+                f"{' × '.join(_COPIES)} in {legal}, or mesh.fsdp False"
             )
-    return P(*(None for _ in axes))
+    return P(*(entry or None for entry in entries))
 
 
 def shardings(
@@ -164,7 +195,7 @@ def shardings(
         strict: see `rest_spec`.
 
     Raises:
-        ConfigError: see `rest_spec`.
+        ConfigError: see `used_spec` and `rest_spec`.
     """
 
     def place(path: Any, leaf: Any) -> Any:
@@ -172,12 +203,9 @@ def shardings(
             return leaf  # optax keeps an empty node for a parameter that another transformation trains
         if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, P())
-        axes = logical_axes(leaf)
-        if at_rest:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            value = rest_spec(name, tuple(leaf.shape), axes, dict(mesh.shape), strict=strict)
-        else:
-            value = spec(*axes)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        described = (name, tuple(leaf.shape), logical_axes(leaf), dict(mesh.shape))
+        value = rest_spec(*described, strict=strict) if at_rest else used_spec(*described)
         return jax.tree.map(lambda _: NamedSharding(mesh, value), leaf)
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -190,8 +218,12 @@ def to_rest[T](tree: T) -> T:
 
 
 def is_at_rest(tree: Any) -> bool:
-    """Whether some array of a tree is cut, and so has to be gathered before it is used."""
-    return any(any(entry is not None for entry in jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree))
+    """Whether some parameter is cut more than where it is used, and so has to be gathered before that."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return False
+    places = shardings(tree, mesh)
+    return any(jax.typeof(x).sharding.spec != place.spec for x, place in zip(*map(jax.tree.leaves, (tree, places))))
 
 
 def gathered[T](tree: T) -> T:
@@ -204,53 +236,101 @@ def gathered[T](tree: T) -> T:
     return jax.tree.map(jax.sharding.reshard, tree, shardings(tree, jax.sharding.get_abstract_mesh()))
 
 
-def batch_axes() -> tuple[str, ...]:
-    """Mesh axes larger than 1 that the batch is sharded over, and that parameters and their state are cut over."""
+def parallel_axes() -> tuple[str, ...]:
+    """Mesh axes larger than 1 that parameters and their state may be cut over."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return tuple(a for a in _BATCH if sizes.get(a, 1) > 1)
+    return tuple(a for a in _COPIES if sizes.get(a, 1) > 1)
 
 
-def batch_island(fn: Callable[..., Any], *args: Any, batched: tuple[bool, ...]) -> Any:
-    """Runs `fn` on each device's rows of the batch (`jax.shard_map` over the axes that the batch is sharded on).
+def axes_of(x: jax.Array, *dimensions: int) -> tuple[str, ...]:
+    """Mesh axes that these dimensions of `x` are cut over, in order; all dimensions if none is named."""
+    entries = jax.typeof(x).sharding.spec
+    named = (entries[d] for d in dimensions or range(len(entries)))
+    return tuple(a for entry in named for a in _names(entry))
 
-    `batched[i]` says whether every array in `args[i]` has a leading batch axis; the others are replicated.
-    `fn` returns `(batched outputs, replicated outputs)`; the latter must already be reduced by `batch_sum` or
-    `batch_max`. A plain call when the batch is not sharded.
+
+def place[T](tree: T, *entries: Any) -> T:
+    """Arrays in another layout: `entries` are those of a `PartitionSpec` for their leading dimensions."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, P(*entries)), tree)
+
+
+def whole_sequence[T](x: T) -> T:
+    """Activations [B, T, …] with T cut over "context" only; the rest of the mesh then cuts heads or columns."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        if "tensor" not in axes_of(x, 1):
+            return x
+        batch, time, *rest = jax.typeof(x).sharding.spec
+        return place(x, batch, tuple(a for a in _names(time) if a != "tensor") or None, *rest)
+
+    return jax.tree.map(gather, x)
+
+
+def contract(subscripts: str, a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
+    """A product [B, T, …] that sums over an axis which may be cut over "tensor", in the layout of `like`."""
+    if not axes_of(b):
+        return place_like(jnp.einsum(subscripts, a, b), like)
+    batch, time, *_ = jax.typeof(a).sharding.spec
+    out = NamedSharding(jax.sharding.get_abstract_mesh(), P(batch, time))
+    return place_like(jnp.einsum(subscripts, a, b, out_sharding=out), like)
+
+
+def place_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` in the layout of `other`."""
+    spec = jax.typeof(other).sharding.spec
+    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
+
+
+def island(fn: Callable[..., Any], *args: Any, out: Any) -> Any:
+    """Runs `fn` on every device's shards of the arrays in `args` (`jax.shard_map` over all of the mesh).
+
+    `out` is the `PartitionSpec`s of what `fn` returns, as a prefix of its tree: `layout(x)` is that of an array. Copies
+    must have been made equal by `fn`: see `all_sum`. A plain call where nothing is cut.
     """
-    first = jax.tree.leaves(args[batched.index(True)])[0]
-    axes = _sharded_on(first)
-    if not axes:
+    leaves = jax.tree.leaves(args)
+    if not any(axes_of(x) for x in leaves):
         return fn(*args)
-    in_specs = tuple(P(axes) if b else P() for b in batched)
+    in_specs = jax.tree.map(layout, args)
     # check_vma=False: custom_vjp rules inside would otherwise have to know that replicated weights need a psum
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=(P(axes), P()), check_vma=False)(*args)
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out, check_vma=False)(*args)
 
 
-def _sharded_on(x: jax.Array) -> tuple[str, ...]:
-    """Mesh axes of the leading dimension of `x`."""
-    spec = jax.typeof(x).sharding.spec
-    entry = spec[0] if len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def layout(x: jax.Array) -> P:
+    """The `PartitionSpec` of an array."""
+    return jax.typeof(x).sharding.spec
 
 
-def _island_axes() -> tuple[str, ...]:
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(a for a in RULES["batch"].used if a in mesh.manual_axes and mesh.shape[a] > 1)
-
-
-def batch_sum(x: jax.Array) -> jax.Array:
-    """Sum over the devices of a `batch_island`; the identity outside one."""
-    axes = _island_axes()
+def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside an `island`: sum over the devices of these mesh axes."""
     return jax.lax.psum(x, axes) if axes else x
 
 
-def batch_max(x: jax.Array) -> jax.Array:
-    """Maximum over the devices of a `batch_island`; the identity outside one."""
-    axes = _island_axes()
+def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside an `island`: maximum over the devices of these mesh axes, without gradient."""
     return jax.lax.pmax(jax.lax.stop_gradient(x), axes) if axes else x
 
 
-def embed_lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Rows of an embedding table, sharded like `ids_BT` → [B, T, D]."""
+def embed_lookup(table_VD: jax.Array, ids_BT: jax.Array, *, split: bool = True) -> jax.Array:
+    """Rows of an embedding table whose vocabulary may be cut over "tensor" → [B, T, D].
+
+    `split` says whether T is cut over "tensor" too, as in the residual stream; else as in `ids_BT`.
+    """
     ids = jax.typeof(ids_BT).sharding
-    return table_VD.at[ids_BT].get(out_sharding=NamedSharding(ids.mesh, P(*ids.spec, None)))
+    if not axes_of(table_VD):
+        x = table_VD.at[ids_BT].get(out_sharding=NamedSharding(ids.mesh, P(*ids.spec, None)))
+        return x
+    (axis,) = axes_of(table_VD)
+
+    def local(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        row_BT = ids_BT - jax.lax.axis_index(axis) * len(table_VD)
+        here_BT = (row_BT >= 0) & (row_BT < len(table_VD))
+        x = jnp.where(here_BT[..., None], table_VD[jnp.where(here_BT, row_BT, 0)], 0)
+        if split:
+            return jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(x, axis)
+
+    batch, time = ids.spec
+    time = (*axes_of(ids_BT, 1), axis) if split else time
+    return island(local, table_VD, ids_BT, out=P(batch, time, None))

@@ -35,7 +35,7 @@ from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
 from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
-from k3jax.sharding import embed_lookup, gathered
+from k3jax.sharding import embed_lookup, gathered, layout, place, whole_sequence
 
 
 @jax.tree_util.register_dataclass
@@ -107,9 +107,9 @@ class Stage(nnx.Module):
         dense = self.config.num_dense_layers
         return range(max(self.start - dense, 0), max(self.stop - dense, 0))
 
-    def embedded(self, tokens_BT: jax.Array) -> jax.Array:
-        """What the first layer starts from, [B, T, D] in the compute dtype."""
-        return embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT)
+    def embedded(self, tokens_BT: jax.Array, *, split: bool = True) -> jax.Array:
+        """What the first layer starts from, [B, T, D] in the compute dtype; `split` as of `embed_lookup`."""
+        return embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT, split=split)
 
     def run(
         self,
@@ -189,6 +189,7 @@ class K3(Stage):
     def logits(self, x: jax.Array) -> jax.Array:
         """The head: `features` [..., D] → logits [..., V] in at least float32."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
+        x = whole_sequence(x)
         return jnp.einsum("...d,dv->...v", x, gathered(self.lm_head)[...].astype(x.dtype), preferred_element_type=wide)
 
     def features(
@@ -209,7 +210,7 @@ class K3(Stage):
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
         tokens = describe(tokens_BT, segment_ids, cache)
-        start = (self.embedded(tokens_BT), ())
+        start = (self.embedded(tokens_BT, split=cache is None), ())
         state, outs = self.run(start, tokens, router_bias, options, None if cache is None else cache.segments)
         x, output_depth = self.output(*state, options)
         aux = collect(self, outs, output_depth)
@@ -257,14 +258,18 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
 def describe(tokens_BT: jax.Array, segment_ids: jax.Array | None, cache: Cache | None) -> Tokens:
     """Positions in documents, validity and the cache offset of each token."""
     offset = 0 if cache is None else cache.length
-    start = jnp.zeros_like(tokens_BT[:, :1]) if cache is None else cache.position[:, None]
+    cut = layout(tokens_BT)
+    # a few bytes a token, so every shard of a row sees all of it
+    zeros = jnp.zeros_like(place(tokens_BT, cut[0]))
+    index = zeros + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    start = zeros[:, :1] if cache is None else cache.position[:, None]
     if segment_ids is None:
-        positions = jnp.zeros_like(tokens_BT) + start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        return Tokens(None, positions, jnp.ones_like(tokens_BT, dtype=bool), offset)
-    index = jnp.zeros_like(tokens_BT) + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    previous = jnp.concatenate([jnp.zeros_like(segment_ids[:, :1]), segment_ids[:, :-1]], axis=1)
-    begins = jax.lax.cummax(jnp.where(segment_ids != previous, index, 0), axis=1)
-    return Tokens(segment_ids, jnp.where(segment_ids != 0, index - begins + start, 0), segment_ids != 0, offset)
+        return Tokens(None, place(index + start, *cut), jnp.ones_like(tokens_BT, dtype=bool), offset)
+    ids = place(segment_ids, cut[0])
+    previous = jnp.concatenate([jnp.zeros_like(ids[:, :1]), ids[:, :-1]], axis=1)
+    begins = jax.lax.cummax(jnp.where(ids != previous, index, 0), axis=1)
+    positions = place(jnp.where(ids != 0, index - begins + start, 0), *cut)
+    return Tokens(segment_ids, positions, segment_ids != 0, offset)
 
 
 def collect(stage: Stage, outs: list[list[Any]], output_depth: jax.Array | None = None) -> Aux:

@@ -5,6 +5,7 @@ Legend: B batch, T time, D hidden, H heads, K head dim (keys and values), W conv
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -18,7 +19,8 @@ from k3jax.ops.kda import kda
 from k3jax.ops.kda.decode import Weights, kda_decode
 from k3jax.ops.norms import gated_rms_norm
 from k3jax.ops.short_conv import conv_tail, short_conv
-from k3jax.sharding import batch_island
+from k3jax.parallel.context import kda_over_context, short_conv_over_context
+from k3jax.sharding import axes_of, contract, island, layout, place, whole_sequence
 
 KDACache = dict[str, jax.Array]
 TAILS = ("q_tail", "k_tail", "v_tail")
@@ -66,7 +68,8 @@ class KDA(nnx.Module):
         self, x_BTD: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None
     ) -> tuple[jax.Array, KDACache | None]:
         """Mixes `x_BTD` (the normed layer input); with a cache, continues it and returns it updated."""
-        dtype, config = x_BTD.dtype, self.config.kda
+        dtype, config, residual = x_BTD.dtype, self.config.kda, x_BTD
+        x_BTD = whole_sequence(x_BTD)
 
         def project(w: nnx.Param) -> jax.Array:
             return jnp.einsum("btd,dhk->bthk", x_BTD, w[...].astype(dtype))
@@ -74,53 +77,43 @@ class KDA(nnx.Module):
         q, k, v = project(self.q_proj), project(self.k_proj), project(self.v_proj)
         g = jnp.einsum("btr,rhk->bthk", x_BTD @ self.f_a[...].astype(dtype), self.f_b[...].astype(dtype))
         beta = x_BTD @ self.b_proj[...].astype(dtype)
+        o_proj = self.o_proj[...].astype(dtype)
+        if cache is not None:  # heads as those of the tokens
+            batch, _, heads, _ = layout(q)
+            tails = {name: place(cache[name], batch, None, heads) for name in TAILS}
+            cache = {"state": place(cache["state"], batch, heads), **tails}
         if cache is not None and x_BTD.shape[1] == 1:
             o, cache = self._decode((q, k, v, g, beta, self._output_gate(x_BTD)), segment_ids, cache)
-            return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
-        gates = {"A_log": self.A_log[...], "dt_bias": self.dt_bias[...], "gate": config.gate}
-        gates |= {"lower_bound": config.gate_lower_bound, "beta_is_logit": True, "qk_l2norm": True}
+            return contract("bthk,hkd->btd", o, o_proj, residual), cache
+        gates = {"A_log": self.A_log[...], "dt_bias": self.dt_bias[...]}
+        data, taps = (q, k, v, g, beta, segment_ids), (self.q_conv[...], self.k_conv[...], self.v_conv[...])
         if cache is None:
-            o, _ = batch_island(
-                lambda data, taps, A_log, dt_bias: (
-                    self._mix(data, taps, gates | {"A_log": A_log, "dt_bias": dt_bias}),
-                    (),
-                ),
-                (q, k, v, g, beta, segment_ids),
-                (self.q_conv[...], self.k_conv[...], self.v_conv[...]),
-                gates["A_log"],
-                gates["dt_bias"],
-                batched=(True, False, False, False),
-            )
+            o = island(partial(self._mix, axes_of(q, 1)), data, taps, gates, out=layout(q))
         else:
-            o, cache = self._continue(q, k, v, g, beta, gates, segment_ids, cache)
-        o, _ = batch_island(
-            lambda data, weight: (
-                gated_rms_norm(data[0], weight, data[1], self.config.norm_eps, beside_kda(config)),
-                (),
-            ),
-            (o, self._output_gate(x_BTD)),
-            self.o_norm[...],
-            batched=(True, False),
-        )
-        o = checkpoint_name(o, "operand")
-        return jnp.einsum("bthk,hkd->btd", o, self.o_proj[...].astype(dtype)), cache
+            o, cache = island(self._continue, data, taps, gates, cache, out=(layout(q), jax.tree.map(layout, cache)))
+        norm = partial(gated_rms_norm, eps=self.config.norm_eps, implementation=beside_kda(config))
+        o = island(norm, o, self.o_norm[...], self._output_gate(x_BTD), out=layout(o))
+        return contract("bthk,hkd->btd", checkpoint_name(o, "operand"), o_proj, residual), cache
 
-    def _mix(self, data: tuple, taps: tuple, gates: dict) -> jax.Array:
-        q, k, v, g, beta, segment_ids = data
+    def _options(self, gates: dict) -> dict:
+        """Arguments of `kda`."""
         config = self.config.kda
-        q, k, v = (short_conv(u, w, segment_ids, implementation=beside_kda(config)) for u, w in zip((q, k, v), taps))
-        q, k, v = checkpoint_name((q, k, v), "operand")
-        o = kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            segment_ids=segment_ids,
-            chunk_size=config.chunk_size,
-            implementation=config.implementation,
-            **gates,
-        )
+        options = {"gate": config.gate, "lower_bound": config.gate_lower_bound, "beta_is_logit": True}
+        options |= {"qk_l2norm": True, "chunk_size": config.chunk_size, "implementation": config.implementation}
+        return gates | options
+
+    def _mix(self, context: tuple[str, ...], data: tuple, taps: tuple, gates: dict) -> jax.Array:
+        q, k, v, g, beta, segment_ids = data
+        if context:
+            conv = partial(short_conv_over_context, axis=context[0])
+        else:
+            conv = partial(short_conv, implementation=beside_kda(self.config.kda))
+        q, k, v = checkpoint_name(tuple(conv(u, w, segment_ids) for u, w in zip((q, k, v), taps)), "operand")
+        options = self._options(gates) | {"segment_ids": segment_ids}
+        if context:
+            o, _ = kda_over_context(q, k, v, g, beta, axis=context[0], **options)
+        else:
+            o = kda(q, k, v, g, beta, **options)
         assert isinstance(o, jax.Array)
         return checkpoint_name(o, "kda")
 
@@ -150,35 +143,23 @@ class KDA(nnx.Module):
                 norm_eps=self.config.norm_eps,
                 implementation=beside_kda(config),
             )
-            return (y[:, None], {"state": state, **dict(zip(TAILS, tails))}), ()
+            return y[:, None], {"state": state, **dict(zip(TAILS, tails))}
 
         parameters = (self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias, self.o_norm)
         weights = Weights(*(p[...] for p in parameters))
-        (o, cache), _ = batch_island(step, token, segment_ids, cache, weights, batched=(True, True, True, False))
-        return o, cache
+        out = (layout(token[0]), jax.tree.map(layout, cache))
+        return island(step, token, segment_ids, cache, weights, out=out)
 
-    def _continue(self, q, k, v, g, beta, gates, segment_ids, cache: KDACache) -> tuple[jax.Array, KDACache]:
+    def _continue(self, data: tuple, taps: tuple, gates: dict, cache: KDACache) -> tuple[jax.Array, KDACache]:
         """Prefill of more than one token from a cache of state and convolution tails."""
+        q, k, v, g, beta, segment_ids = data
         new: KDACache = {}
         convolved = []
-        for name, u, w in zip(TAILS, (q, k, v), (self.q_conv, self.k_conv, self.v_conv)):
-            convolved.append(short_conv(u, w[...], segment_ids, cache[name], beside_kda(self.config.kda)))
+        for name, u, w in zip(TAILS, (q, k, v), taps):
+            convolved.append(short_conv(u, w, segment_ids, cache[name], beside_kda(self.config.kda)))
             new[name] = conv_tail(u, w.shape[-1], segment_ids, cache[name])
-        q, k, v = convolved
-        config = self.config.kda
-        o, new["state"] = kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=cache["state"],
-            segment_ids=segment_ids,
-            return_final_state=True,
-            chunk_size=config.chunk_size,
-            implementation=config.implementation,
-            **gates,
-        )
+        options = self._options(gates) | {"segment_ids": segment_ids}
+        o, new["state"] = kda(*convolved, g, beta, initial_state=cache["state"], return_final_state=True, **options)
         return o, new
 
 

@@ -11,16 +11,20 @@ Legend: B batch, T time, S cached tokens, D hidden, H heads, R latent rank, r sh
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
 from k3jax.ops.attention import attention, mla_decode
 from k3jax.ops.norms import rms_norm
-from k3jax.sharding import batch_island, batch_max
+from k3jax.parallel.context import attention_over_context
+from k3jax.sharding import all_max, axes_of, contract, island, layout, place, place_like, whole_sequence
 
 MLACache = dict[str, jax.Array]
 
@@ -54,11 +58,7 @@ class MLA(nnx.Module):
         return jnp.einsum("btr,rhk->bthk", low, self.q_b[...].astype(dtype))
 
     def _expand(self, latent_BSR: jax.Array, k_r_BSr: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dtype = latent_BSR.dtype
-        k_c = jnp.einsum("bsr,rhk->bshk", latent_BSR, self.k_b[...].astype(dtype))
-        v = jnp.einsum("bsr,rhv->bshv", latent_BSR, self.v_b[...].astype(dtype))
-        shared = jnp.broadcast_to(k_r_BSr[:, :, None], (*k_c.shape[:3], k_r_BSr.shape[-1]))
-        return checkpoint_name(jnp.concatenate([k_c, shared.astype(dtype)], axis=-1), "operand"), v
+        return _expanded((self.k_b[...], self.v_b[...]), latent_BSR, k_r_BSr)
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids: jax.Array | None, cache: MLACache | None, offset: jax.Array | int = 0
@@ -68,14 +68,14 @@ class MLA(nnx.Module):
         Args:
             offset: tokens already in the cache, which is written from there on.
         """
-        dtype, mla = x_BTD.dtype, self.config.mla
+        dtype, mla, residual = x_BTD.dtype, self.config.mla, x_BTD
+        x_BTD = whole_sequence(x_BTD)
         q = self._queries(x_BTD)
         kv = x_BTD @ self.kv_a[...].astype(dtype)
         latent = rms_norm(kv[..., : mla.kv_lora_rank], self.kv_a_norm[...], mla.lora_norm_eps)
         k_r = kv[..., mla.kv_lora_rank :]
         if cache is None:
-            k, v = self._expand(latent, k_r)
-            o, max_logit = batch_island(lambda data: self._attend(*data), (q, k, v, segment_ids), batched=(True,))
+            o, max_logit = self._attend(q, latent, k_r, segment_ids)
         else:
             cache = self._append(cache, latent, k_r, segment_ids, offset)
             o, max_logit = self._from_cache(q, cache, segment_ids, offset)
@@ -83,14 +83,32 @@ class MLA(nnx.Module):
             gate = jnp.einsum("btd,dhv->bthv", x_BTD, self.g_proj[...].astype(dtype))
             o = o.astype(dtype) * jax.nn.sigmoid(gate)
         o = checkpoint_name(o.astype(dtype), "operand")
-        return jnp.einsum("bthv,hvd->btd", o, self.o_proj[...].astype(dtype)), cache, max_logit
+        return contract("bthv,hvd->btd", o, self.o_proj[...].astype(dtype), residual), cache, max_logit
 
-    def _attend(self, q, k, v, segment_ids) -> tuple[jax.Array, jax.Array]:
+    def _attend(self, q, latent, k_r, segment_ids) -> tuple[jax.Array, jax.Array]:
         """Over the call's own tokens."""
-        mla = self.config.mla
-        scale, implementation = mla.qk_head_dim**-0.5, mla.implementation
-        o, max_logit = attention(q, k, v, scale=scale, segment_ids=segment_ids, implementation=implementation)
-        return o, batch_max(max_logit)
+        mla, tokens, heads = self.config.mla, axes_of(q, 0, 1), axes_of(q, 2)
+        options = {"scale": mla.qk_head_dim**-0.5, "implementation": mla.implementation}
+        out = (P(*layout(q)[:3]), P(heads or None))
+        if context := axes_of(q, 1):
+
+            def shard(q, latents, weights, segment_ids):
+                expand = partial(_expanded, weights)
+                o, max_logit = attention_over_context(
+                    q, latents, expand, axis=context[0], segment_ids=segment_ids, **options
+                )
+                return o, all_max(max_logit, tokens)
+
+            weights = (self.k_b[...], self.v_b[...])
+            o, max_logit = island(shard, q, (latent, k_r), weights, segment_ids, out=out)
+        else:
+
+            def row(q, k, v, segment_ids):
+                o, max_logit = attention(q, k, v, segment_ids=segment_ids, **options)
+                return o, all_max(max_logit, tokens)
+
+            o, max_logit = island(row, q, *self._expand(latent, k_r), segment_ids, out=out)
+        return o, place(max_logit)
 
     @staticmethod
     def _append(cache: MLACache, latent, k_r, segment_ids, offset) -> MLACache:
@@ -106,17 +124,15 @@ class MLA(nnx.Module):
         mla, S = self.config.mla, cache["latent"].shape[1]
         ids = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
         if q.shape[1] > 1:
-            k, v = self._expand(cache["latent"], cache["k_r"])
-            return attention(
-                q,
-                k,
-                v,
-                scale=mla.qk_head_dim**-0.5,
-                segment_ids=ids,
-                kv_segment_ids=cache["segment_ids"],
-                q_offset=offset,
-                implementation="xla" if mla.implementation == "cudnn" else mla.implementation,
-            )
+            options = {"scale": mla.qk_head_dim**-0.5}
+            options["implementation"] = "xla" if mla.implementation == "cudnn" else mla.implementation
+
+            def prefill(q, k, v, ids, kv_ids, offset):
+                return attention(q, k, v, segment_ids=ids, kv_segment_ids=kv_ids, q_offset=offset, **options)
+
+            args = (q, *self._expand(cache["latent"], cache["k_r"]), ids, cache["segment_ids"], jnp.asarray(offset))
+            o, max_logit = island(prefill, *args, out=(layout(q), P(axes_of(q, 2) or None)))
+            return o, place(max_logit)
         dtype = q.dtype
         q_c, q_r = q[:, 0, :, : mla.qk_nope_head_dim], q[:, 0, :, mla.qk_nope_head_dim :]
         absorbed = jnp.einsum("bhk,rhk->bhr", q_c, self.k_b[...].astype(dtype))
@@ -124,6 +140,16 @@ class MLA(nnx.Module):
         context = mla_decode(absorbed, q_r, cache["latent"], cache["k_r"], scale=mla.qk_head_dim**-0.5, valid_BS=valid)
         o = jnp.einsum("bhr,rhv->bhv", context.astype(dtype), self.v_b[...].astype(dtype))
         return o[:, None], jnp.zeros(q.shape[2], jnp.float32)
+
+
+def _expanded(weights: tuple[jax.Array, jax.Array], latent_BSR: jax.Array, k_r_BSr: jax.Array):
+    """Keys [B, S, H, K + r] and values [B, S, H, V] of latents."""
+    dtype = latent_BSR.dtype
+    k_b, v_b = (w.astype(dtype) for w in weights)
+    k_c, v = jnp.einsum("bsr,rhk->bshk", latent_BSR, k_b), jnp.einsum("bsr,rhv->bshv", latent_BSR, v_b)
+    shared = jnp.broadcast_to(k_r_BSr[:, :, None].astype(dtype), (*k_c.shape[:3], k_r_BSr.shape[-1]))
+    shared = place_like(shared, k_c)
+    return checkpoint_name(jnp.concatenate([k_c, shared], axis=-1), "operand"), v
 
 
 def mla_cache(config: ModelConfig, batch: int, length: int, stack: tuple[int, ...] = ()) -> MLACache:

@@ -8,12 +8,14 @@ Legend: B batch, T time, D hidden, L latent, F expert width, E experts, K picked
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ModelConfig
 from k3jax.model import init
@@ -23,7 +25,8 @@ from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
 from k3jax.ops.router import Routing, route, router_logits
 from k3jax.ops.situ import situ_glu
-from k3jax.sharding import batch_island, batch_sum
+from k3jax.parallel.expert import expert_mlp_over_ranks
+from k3jax.sharding import all_sum, axes_of, island, layout, place
 
 Grouped = Literal["blocked", "ragged", "pallas"]
 
@@ -43,15 +46,15 @@ class LatentMoE(nnx.Module):
         D, E, F = config.hidden_size, moe.num_experts, moe.expert_size
         L = moe.latent_size or D
         self.config = config
-        self.router = make("embed expert", D, E)
+        self.router = make("embed route", D, E)
         if moe.latent_size is not None:
             self.latent_down = make("embed latent", D, L)
             self.latent_up = make("latent embed", L, D)
             if moe.latent_norm:
                 self.latent_norm = make("latent", L, init=init.ones)
-        self.w1 = make("expert latent mlp", E, L, F)
-        self.w3 = make("expert latent mlp", E, L, F)
-        self.w2 = make("expert mlp latent", E, F, L)
+        self.w1 = make("expert latent expert_mlp", E, L, F)
+        self.w3 = make("expert latent expert_mlp", E, L, F)
+        self.w2 = make("expert expert_mlp latent", E, F, L)
         if moe.num_shared_experts:
             self.shared = MLP(config, moe.num_shared_experts * F, make.key())
 
@@ -66,12 +69,18 @@ class LatentMoE(nnx.Module):
         """Routes and mixes `x_BTD` (normed); tokens with `valid_BT` False reach no routed expert and no statistic."""
         dtype, moe = x_BTD.dtype, self.config.moe
         z = x_BTD if moe.latent_size is None else x_BTD @ self.latent_down[...].astype(dtype)
-        routed, stats = batch_island(
-            lambda tokens, bias, weights: self._routed(tokens, bias, weights, histogram),
+        tokens = layout(x_BTD)
+        positions_BT, valid_BT = (place(a, *tokens[:2]) for a in (positions_BT, valid_BT))
+        banks = tuple(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2))
+        if resolve_moe(self.config) == "dense":
+            banks = place(banks)
+        routed, stats = island(
+            partial(self._routed, axes_of(x_BTD), axes_of(banks[0]), histogram),
             (x_BTD, z, positions_BT, valid_BT),
             bias_E,
-            (self.router[...], *(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2))),
-            batched=(True, False, False),
+            self.router[...],
+            banks,
+            out=(tokens, P()),
         )
         # a rematerialisation that keeps this name repeats no product of the experts but the first
         routed = checkpoint_name(routed, "experts")
@@ -81,9 +90,12 @@ class LatentMoE(nnx.Module):
             routed = routed @ self.latent_up[...].astype(dtype)
         return (routed + self.shared(x_BTD) if moe.num_shared_experts else routed), stats
 
-    def _routed(self, tokens: tuple, bias_E, weights: tuple, histogram: bool):
+    def _routed(
+        self, token_axes: tuple[str, ...], ranks: tuple[str, ...], histogram: bool, tokens, bias_E, router_DE, experts
+    ):
+        """Of one device's tokens; the mesh axes that tokens and experts are cut over come first."""
         moe = self.config.moe
-        (x_BTD, z_BTL, positions_BT, valid_BT), (router_DE, *experts) = tokens, weights
+        x_BTD, z_BTL, positions_BT, valid_BT = tokens
         E, k = moe.num_experts, moe.experts_per_token
         z, valid = z_BTL.reshape(-1, z_BTL.shape[-1]), valid_BT.reshape(-1)
         routing = route(
@@ -109,12 +121,12 @@ class LatentMoE(nnx.Module):
                     mask_N=valid,
                     alpha_N=routing.threshold_N,
                 )
-        stats = RouterStats(batch_sum(jnp.sum(picked_NE, axis=0)), batch_sum(bins))
+        stats = RouterStats(all_sum(jnp.sum(picked_NE, axis=0), token_axes), all_sum(bins, token_axes))
         implementation = resolve_moe(self.config)
         if implementation == "dense":
             out = self._dense(z, routing, valid, experts)
         else:
-            out = self._grouped(z, routing, valid, experts, implementation)
+            out = self._grouped(z, routing, valid, experts, implementation, ranks)
         return out.astype(z.dtype).reshape(z_BTL.shape), stats
 
     def _situ(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -130,15 +142,22 @@ class LatentMoE(nnx.Module):
         y = jnp.einsum("nef,efl->nel", hidden, w2)
         return jnp.einsum("ne,nel->nl", p_NE, y.astype(wide))
 
-    def _grouped(self, z_NL, routing: Routing, valid_N, weights, implementation: Grouped) -> jax.Array:
+    def _grouped(
+        self, z_NL, routing: Routing, valid_N, weights, implementation: Grouped, ranks: tuple[str, ...]
+    ) -> jax.Array:
         """Tokens sorted by expert; work proportional to what was routed."""
         w1, w3, w2 = weights
-        align = _align(implementation, routing.experts_NK.size, w1.shape[0])
-        valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
-        layout = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
+        align = _align(implementation, routing.experts_NK.size, self.config.moe.num_experts)
         options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
         w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "operand")  # one pass together with their cast
-        return expert_mlp(z_NL, w13, w2, routing.weights_NK, layout, options)
+        if ranks:
+            picked = routing.experts_NK, routing.weights_NK, valid_N
+            return expert_mlp_over_ranks(
+                z_NL, w13, w2, *picked, options, axis=ranks[0], balance=self.config.moe.dispatch
+            )
+        valid_NK = jnp.broadcast_to(valid_N[:, None], routing.experts_NK.shape)
+        groups = group_layout(routing.experts_NK, valid_NK, w1.shape[0], align)
+        return expert_mlp(z_NL, w13, w2, routing.weights_NK, groups, options)
 
 
 def _align(implementation: Grouped, slots: int, num_experts: int) -> int:

@@ -133,6 +133,15 @@ def _backward_body(kit: Kit, origin: int, documents: bool, *refs: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _row_major(rows: int, dtype: Any) -> Any:
+    """A shared tile that can be read from any row on.
+
+    Said, because jax 0.11 infers tiles of one row with a swizzle for such reads: the copy swizzles by address and the
+    reads by row of the tile, so that they see other channels.
+    """
+    return plgpu.SMEM((rows, DIM), dtype, transforms=(plgpu.TilingTransform((1, DIM)),))
+
+
 def _run(body: Any, out_type: Any, tiles: Any, args: tuple, segment_ids: Array | None, interpret: bool) -> Any:
     """`args` start with arrays [B, T, H, 128] and end with the weight [W, H, 128]; `tiles` are shared-memory types."""
     (B, T, H, _), documents = args[0].shape, segment_ids is not None
@@ -162,7 +171,7 @@ def _run(body: Any, out_type: Any, tiles: Any, args: tuple, segment_ids: Array |
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
 def forward(u: Array, weight: Array, segment_ids: Array | None, interpret: bool = False) -> Array:
     """SiLU of the convolution, in the dtype of `u`."""
-    tiles = [plgpu.SMEM((ROWS + HALO, DIM), u.dtype), plgpu.SMEM((ROWS, DIM), u.dtype)]
+    tiles = [_row_major(ROWS + HALO, u.dtype), plgpu.SMEM((ROWS, DIM), u.dtype)]
     T = u.shape[1] if not interpret else -(-u.shape[1] // ROWS) * ROWS
     out = jax.ShapeDtypeStruct((u.shape[0], T, *u.shape[2:]), u.dtype)
     return _run(_forward_body, out, tiles, (u, jnp.moveaxis(weight, -1, 0)), segment_ids, interpret)[:, : u.shape[1]]
@@ -174,7 +183,7 @@ def backward(
 ) -> tuple[Array, Array]:
     """Gradients of `u`, in its dtype, and of `weight`."""
     (B, T, H, _), steps = u.shape, -(-u.shape[1] // ROWS)
-    tiles = [plgpu.SMEM((ROWS + 3 * HALO, DIM), u.dtype), plgpu.SMEM((ROWS + 2 * HALO, DIM), u.dtype)]
+    tiles = [_row_major(ROWS + 3 * HALO, u.dtype), _row_major(ROWS + 2 * HALO, u.dtype)]
     tiles.append(plgpu.SMEM((ROWS, DIM), u.dtype))
     out = [
         jax.ShapeDtypeStruct((B, steps * ROWS if interpret else T, H, DIM), u.dtype),

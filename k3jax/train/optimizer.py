@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from k3jax.config import OptimizerConfig
-from k3jax.sharding import batch_axes
+from k3jax.sharding import axes_of, parallel_axes
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Moonlight §2.1)."""
@@ -205,10 +205,6 @@ def _leaf(path: tuple[Any, ...], x: Any, config: OptimizerConfig) -> Leaf:
     return leaf
 
 
-Cut = Literal["b", "r", "c", ""]
-"""Letter of the axis of a layout that is cut over the devices; empty: every device holds the whole leaf."""
-
-
 @dataclass(frozen=True)
 class _Blocks:
     """Leaves whose blocks have one shape and are cut alike: Newton-Schulz runs on all of them at once."""
@@ -216,21 +212,21 @@ class _Blocks:
     layouts: tuple[str, ...]
     shape: tuple[int, int]
     """Rows and columns of a whole block."""
-    cut: Cut
-    devices: tuple[str, ...]
-    """Mesh axes of the cut; empty on one device."""
+    cuts: tuple[tuple[Literal["r", "c", ""], tuple[str, ...]], ...]
+    """How blocks are cut: "r" or "c" with the mesh axes that cut their rows or columns; "" with the mesh axes that hold
+    equal copies. Cuts between blocks need nothing and are not here."""
 
 
 def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     layouts = [_leaf(path, update, config).layout.rjust(update.ndim, "b") for path, update in flat]
-    devices = batch_axes()
-    together: dict[tuple[tuple[int, int], Cut], list[int]] = {}
+    devices = parallel_axes()
+    together: dict[Any, list[int]] = {}
     for i, ((_, update), layout) in enumerate(zip(flat, layouts)):
-        together.setdefault((_block_shape(update, layout), _cut(update, layout, devices)), []).append(i)
+        together.setdefault((_block_shape(update, layout), _cuts(update, layout, devices)), []).append(i)
     out: list[Any] = [None] * len(flat)
-    for (shape, cut), members in together.items():
-        group = _Blocks(tuple(layouts[i] for i in members), shape, cut, devices)
+    for (shape, cuts), members in together.items():
+        group = _Blocks(tuple(layouts[i] for i in members), shape, cuts)
         orthogonalize = functools.partial(_orthogonalize, group=group, config=config)
         arrays = [flat[i][1] for i in members]
         if devices:
@@ -242,21 +238,11 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
-def _cut(update: jax.Array, layout: str, devices: tuple[str, ...]) -> Cut:
-    """Letter of the axis of a leaf that is cut.
-
-    Raises:
-        ValueError: more than one axis is, or not over all of `devices`, as `sharding.rest_spec` does.
-    """
-    if not devices:
-        return "b"
-    cuts = [(letter, entry) for letter, entry in zip(layout, jax.typeof(update).sharding.spec) if entry is not None]
-    if not cuts:
-        return ""
-    over = [entry if isinstance(entry, tuple) else (entry,) for _, entry in cuts]
-    if over != [devices]:
-        raise ValueError(f"Muon: {jax.typeof(update)} must be cut on one axis over {devices}, or be whole")
-    return cast(Cut, cuts[0][0])
+def _cuts(update: jax.Array, layout: str, devices: tuple[str, ...]) -> Any:
+    """`_Blocks.cuts` of a leaf."""
+    cuts = [(letter, axes_of(update, i)) for i, letter in enumerate(layout) if axes_of(update, i)]
+    copies = tuple(axis for axis in devices if axis not in axes_of(update))
+    return (*((letter, over) for letter, over in cuts if letter != "b"), *([("", copies)] if copies else []))
 
 
 def _block_shape(update: jax.Array, layout: str) -> tuple[int, int]:
@@ -273,15 +259,16 @@ def _orthogonalize(updates: list[jax.Array], group: _Blocks, config: OptimizerCo
     for update, order, layout in zip(updates, orders, group.layouts):
         part = jnp.transpose(update.astype(config.muon_ns_dtype), order)
         part = part.reshape(-1, *_block_shape(update, layout))
-        parts.append(part if group.cut != "b" else normalized(part))
+        parts.append(part if group.cuts else normalized(part))
     ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
     blocks = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    count = len(blocks)
-    if group.cut != "b":
-        blocks = normalized(_to_owners(blocks, group))
-    blocks, scale = newton_schulz(blocks, config.muon_ns_steps)
-    if group.cut != "b":
-        blocks = _from_owners(blocks, group)[:count]
+    counts = []
+    for cut in group.cuts:
+        counts.append(len(blocks))
+        blocks = _to_owners(blocks, *cut)
+    blocks, scale = newton_schulz(normalized(blocks) if group.cuts else blocks, config.muon_ns_steps)
+    for cut, count in zip(reversed(group.cuts), reversed(counts)):
+        blocks = _from_owners(blocks, *cut)[:count]
     scale *= config.muon_rms * math.sqrt(max(group.shape))
     out = []
     for update, order, shape, y in zip(updates, orders, shapes, jnp.split(blocks, ends) if ends else [blocks]):
@@ -290,25 +277,25 @@ def _orthogonalize(updates: list[jax.Array], group: _Blocks, config: OptimizerCo
     return out
 
 
-def _to_owners(blocks: jax.Array, group: _Blocks) -> jax.Array:
-    """Pieces of all blocks [n, rows, columns] → whole blocks of this device's share of them, zeros to fill up.
+def _to_owners(blocks: jax.Array, cut: Literal["r", "c", ""], devices: tuple[str, ...]) -> jax.Array:
+    """Pieces of all blocks [n, rows, columns] → wholer blocks of this device's share of them, zeros to fill up.
 
     The pieces of a block that is cut along the inner of two flattened axes come together in another order. That
     permutes its rows or columns, which Newton-Schulz commutes with, and the way back undoes it.
     """
-    ways = math.prod(jax.lax.axis_size(axis) for axis in group.devices)
+    ways = math.prod(jax.lax.axis_size(axis) for axis in devices)
     share = -(-len(blocks) // ways)
     blocks = jnp.pad(blocks, ((0, share * ways - len(blocks)), (0, 0), (0, 0)))
-    if not group.cut:
-        return jax.lax.dynamic_slice_in_dim(blocks, jax.lax.axis_index(group.devices) * share, share)
-    return jax.lax.all_to_all(blocks, group.devices, 0, "brc".index(group.cut), tiled=True)
+    if not cut:
+        return jax.lax.dynamic_slice_in_dim(blocks, jax.lax.axis_index(devices) * share, share)
+    return jax.lax.all_to_all(blocks, devices, 0, "brc".index(cut), tiled=True)
 
 
-def _from_owners(blocks: jax.Array, group: _Blocks) -> jax.Array:
+def _from_owners(blocks: jax.Array, cut: Literal["r", "c", ""], devices: tuple[str, ...]) -> jax.Array:
     """Inverse of `_to_owners`; the filling stays."""
-    if not group.cut:
-        return jax.lax.all_gather(blocks, group.devices, tiled=True)
-    return jax.lax.all_to_all(blocks, group.devices, "brc".index(group.cut), 0, tiled=True)
+    if not cut:
+        return jax.lax.all_gather(blocks, devices, tiled=True)
+    return jax.lax.all_to_all(blocks, devices, "brc".index(cut), 0, tiled=True)
 
 
 def normalized(x: jax.Array) -> jax.Array:

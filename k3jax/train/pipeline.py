@@ -239,14 +239,14 @@ class _Rank:
         shape = (config.data.batch_size // config.train.accumulation, config.data.sequence_length)
         self.whole = NamedSharding(self.mesh, P())
         with jax.set_mesh(self.mesh):
-            tokens = spec("batch", "sequence")
+            tokens, residual = spec("batch", "time"), spec("batch", "sequence", None)
             self.optimizer = make_optimizer(config.optimizer, jax.eval_shape(self._params), config.train.steps)
             self.abstract = abstract_of(self._init, self.mesh, fsdp=config.mesh.fsdp)
         self.tokens = NamedSharding(self.mesh, tokens)
         self.residual = jax.ShapeDtypeStruct(
             (*shape, config.model.hidden_size),
             jnp.dtype(config.model.dtype),
-            sharding=NamedSharding(self.mesh, P(*tokens, None)),
+            sharding=NamedSharding(self.mesh, residual),
         )
         types = dict.fromkeys(self.batch_keys, jnp.int32)
         types |= {key: jnp.bool_ for key in types if key == "loss_mask"}

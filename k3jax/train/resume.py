@@ -38,6 +38,7 @@ SAME_MODEL = frozenset(
         "model.kda.implementation",
         "model.mla.implementation",
         "model.moe.implementation",
+        "model.moe.dispatch",
         "model.moe.qb_bins",
     }
 )

@@ -112,6 +112,8 @@ CASES: dict[str, tuple[str, MeshConfig, dict[str, Any]]] = {
         {"accumulation": 2, "remat": "sublayer"},
     ),
     "pipe=4, expert=2": ("deep", MeshConfig(pipe=4, expert=2), {"accumulation": 4}),
+    "pipe=2, tensor=2, data=2": ("deep", MeshConfig(pipe=2, tensor=2, data=2), {"accumulation": 2}),
+    "pipe=2, expert=2, context=2": ("mixed", MeshConfig(pipe=2, expert=2, context=2), {"accumulation": 2}),
 }
 
 
@@ -123,7 +125,7 @@ def test_every_pipeline_takes_the_step_of_one_device(x64, name):
     for chunk in trainer.chunks:  # a device adds up its slice of the gradients
         grads = chunk.taken_type[0]
         whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(grads))
-        assert local_bytes(grads) <= whole / (mesh.data * mesh.expert) * 1.1
+        assert local_bytes(grads) <= whole / (mesh.data * mesh.expert * mesh.context * mesh.tensor) * 1.1
     if name == "pipe=2, virtual=4":  # blocks are sent once
         layout, x = trainer.layout, 2 * 32 * 32 * 8
         cached = sum(1 + len(layout.sent(chunk)) for chunk in range(1, layout.chunks))

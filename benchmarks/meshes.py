@@ -1,0 +1,120 @@
+"""One training step on meshes of several GPUs against one GPU: the same losses, and what it costs.
+
+    python -m benchmarks.meshes configs/proxy.py --meshes data=2 expert=2 context=2 tensor=2 --data.source stdlib
+
+The batch is the same on every mesh, so ideal is half the time on two. Every mesh has a process of its own; they compile
+at once and take turns on the GPUs. Prints a table: step time, tokens/s, speed-up over one GPU, memory of the fullest
+device, and how far the losses of the first steps lie from those of one GPU. Writes results/meshes.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Annotated, Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes take turns
+
+import jax
+import numpy as np
+import tyro
+
+from benchmarks.common import write_results
+from benchmarks.train_step import set_up
+from k3jax.config import MeshConfig, RunConfig
+from k3jax.sharding import make_mesh
+from k3jax.train.config_file import load_config
+from k3jax.train.step import place_batch
+
+MARK = "RESULT "
+WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What to time."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    meshes: tuple[str, ...] = ("data=2", "expert=2", "context=2", "tensor=2")
+    """Each "axis=size" or several with commas; one GPU is always first."""
+    steps: int = 10
+    """Timed steps, after three of warm-up."""
+    lock: str = "/tmp/k3jax-meshes.lock"
+    only: str | None = None
+    """Of the processes that this program starts: the one mesh to run."""
+
+
+def parse(mesh: str) -> MeshConfig:
+    """ "expert=2,context=2" → its `MeshConfig`; "one" is a single device."""
+    sizes = {} if mesh == "one" else {axis: int(n) for axis, n in (part.split("=") for part in mesh.split(","))}
+    return MeshConfig(**sizes)
+
+
+def measure(arguments: Arguments, name: str) -> dict[str, Any]:
+    """Losses and times of one mesh."""
+    config = dataclasses.replace(arguments.config, mesh=parse(name))
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh), open(arguments.lock, "w") as lock:
+        data, state, step = set_up(config, mesh)
+        with data.train_loader() as loader:
+            batches = [place_batch(next(loader), config.train.accumulation, mesh) for _ in range(8)]
+        begin = time.perf_counter()
+        compiled = step.lower(state, batches[0]).compile()
+        compile_s = time.perf_counter() - begin
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        losses, norms, times = [], [], []
+        for i in range(WARM_UP + arguments.steps):
+            begin = time.perf_counter()
+            state, metrics = compiled(state, batches[i % len(batches)])
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+            times.append(time.perf_counter() - begin)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.devices.flat]
+    tokens = config.data.batch_size * config.data.sequence_length
+    median = float(np.median(times[WARM_UP:]))
+    return {"mesh": name, "devices": mesh.size, "step_ms": median * 1e3, "tokens_per_second": tokens / median} | {
+        "spread_ms": [min(times[WARM_UP:]) * 1e3, max(times[WARM_UP:]) * 1e3],
+        "peak_bytes": max(peaks),
+        "compile_s": compile_s,
+        "losses": losses,
+        "grad_norms": norms,
+    }
+
+
+def run(arguments: Arguments) -> None:
+    names = ("one", *arguments.meshes)
+    command = [sys.executable, "-m", "benchmarks.meshes", *sys.argv[1:], "--only"]
+    started = [(name, subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True)) for name in names]
+    rows: list[dict[str, Any]] = []
+    for name, process in started:
+        output, _ = process.communicate()
+        found = [line for line in output.splitlines() if line.startswith(MARK)]
+        if process.returncode or not found:
+            print(f"{name}: failed with status {process.returncode}", flush=True)
+            continue
+        rows.append(json.loads(found[-1].removeprefix(MARK)))
+    print(
+        f"{'mesh':20}{'step ms':>10}{'tokens/s':>10}{'speed-up':>10}{'GiB':>7}{'compile s':>11}  losses from one GPU's"
+    )
+    one = next((row for row in rows if row["mesh"] == "one"), None)
+    for row in rows:
+        apart = np.abs(np.subtract(row["losses"], one["losses"])) if one else np.full(len(row["losses"]), np.nan)
+        row["speed_up"] = one["step_ms"] / row["step_ms"] if one else float("nan")
+        print(
+            f"{row['mesh']:20}{row['step_ms']:10.1f}{row['tokens_per_second']:10,.0f}{row['speed_up']:10.2f}"
+            f"{row['peak_bytes'] / 2**30:7.1f}{row['compile_s']:11.0f}  first {apart[0]:.1e}, worst {apart.max():.1e}"
+        )
+    print(f"written to {write_results('meshes', rows)}")
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Arguments, args=sys.argv[2:], default=Arguments(load_config(sys.argv[1])))
+    if arguments.only:
+        print(MARK + json.dumps(measure(arguments, arguments.only)), flush=True)
+    else:
+        run(arguments)
