@@ -11,7 +11,8 @@ config = RunConfig(
     optimizer=OptimizerConfig(learning_rate=6e-4, muon_ns_dtype="bfloat16"),
     train=TrainConfig(
         steps=200,
-        remat="layer",
+        remat="none",  # 39.5 GiB of an H200, and the fastest there
+        unroll=True,
         loss_chunk=4096,
         eval_interval=100,
         eval_batches=16,

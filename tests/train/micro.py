@@ -77,6 +77,26 @@ def random_batch(rows: int = 8, length: int = 32) -> dict[str, np.ndarray]:
     }
 
 
+def border_batch(shards: int = 8, length: int = 64) -> dict[str, np.ndarray]:
+    """Eight rows whose documents begin on, one before and one after every border between shards of time, shards that
+    hold 0 to 3 tokens of a document, one document for all, and padding within and behind."""
+    rng, size = np.random.default_rng(2), length // shards
+    starts = [{0, *range(size + shift, length, size)} for shift in (0, -1, 1)]
+    starts += [{0, *(size * i + i % 4 for i in range(1, shards))}, {0}, set(range(0, length, 3)), {0, length // 2 + 1}]
+    segments = np.stack([np.cumsum([t in row for t in range(length)]) for row in starts])
+    segments = np.concatenate([segments, np.sort(rng.integers(1, 9, (1, length)), axis=1)])
+    segments[5, size - 2 : size + 2] = 0  # padding across a border
+    segments[6, length - size - 1 :] = 0  # a shard of padding
+    same = np.concatenate([segments[:, 1:] == segments[:, :-1], np.zeros((len(segments), 1), bool)], axis=1)
+    mask, tokens = same & (segments > 0), rng.integers(0, 254, segments.shape)
+    return {
+        "tokens": tokens.astype(np.int32),
+        "targets": np.where(mask, np.roll(tokens, -1, axis=1), 0).astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "loss_mask": mask,
+    }
+
+
 def spread(state: TrainState) -> TrainState:
     """Parameters and router biases away from their symmetric start."""
     rng = np.random.default_rng(1)

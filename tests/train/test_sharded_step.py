@@ -1,4 +1,4 @@
-"""Data parallelism, ZeRO-1 and FSDP: every mesh takes the step of one device, from state that lies where it should."""
+"""Every mesh takes the step of one device, from state that lies where it should."""
 
 import re
 from typing import Any
@@ -26,8 +26,12 @@ CASES = {  # mesh, fields of `TrainConfig`
     "data=4": (MeshConfig(data=4), {"remat": "sublayer"}),
     "data=4, fsdp, accumulated": (MeshConfig(data=4, fsdp=True), {"remat": "block", "accumulation": 2}),
     "data=2, expert=4, fsdp": (MeshConfig(data=2, expert=4, fsdp=True), {}),
+    "context=4": (MeshConfig(context=4), {}),
+    "tensor=2": (MeshConfig(tensor=2), {}),
+    "expert=2, context=2, tensor=2": (MeshConfig(expert=2, context=2, tensor=2), {}),
+    "data=2, context=2, tensor=2, fsdp": (MeshConfig(data=2, context=2, tensor=2, fsdp=True), {"accumulation": 2}),
 }
-FAST = ("data=8", "data=2, expert=4, fsdp")
+FAST = ("data=8", "data=2, expert=4, fsdp", "context=4", "tensor=2", "expert=2, context=2, tensor=2")
 
 
 def config_on(mesh: MeshConfig, train: dict[str, Any] | None = None) -> RunConfig:
@@ -179,18 +183,32 @@ def test_state_is_cut_over_the_devices_and_the_table_says_how(x64):
 
 
 def test_a_mesh_that_cannot_be_honoured_is_refused_with_what_is_legal():
-    for axis in ("pipe", "context", "tensor"):
-        with pytest.raises(ConfigError, match=f"{axis} must be 1: only `data` and `expert`"):
-            make_mesh(MeshConfig(**{axis: 2}))
+    with pytest.raises(ConfigError, match="pipe must be 1"):
+        make_mesh(MeshConfig(pipe=2))
+    for mesh, message in (
+        (MeshConfig(tensor=8), r"its axis 'heads' of 2 cannot be cut over mesh axis tensor = 8; legal are 1, 2"),
+        (MeshConfig(expert=8), r"ffn/w1 \[1, 4, 16, 16\]: its axis 'expert' of 4 .* expert = 8; legal are 1, 2, 4"),
+    ):
+        config = micro_config("none", "none", data={"batch_size": 8})
+        optimizer = make_optimizer(config.optimizer, abstract_params(config.model), 1)
+        with jax.set_mesh(make_mesh(mesh)), pytest.raises(ConfigError, match=message):
+            abstract_state(config.model, optimizer.transform, jax.sharding.get_mesh())
+    for mesh, message in (
+        (MeshConfig(context=3), "32 must be a multiple of mesh context × tensor = 3 × 1"),
+        (MeshConfig(context=16), "context 16 leaves 2 tokens of 32 .* looks 3 back; at most 10 shards"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            micro_config("none", "none", mesh=mesh)
     config = micro_config("none", "none", data={"batch_size": 8})  # four experts
     optimizer = make_optimizer(config.optimizer, abstract_params(config.model), 1)
     with jax.set_mesh(make_mesh(MeshConfig(data=2, expert=4))):
         mesh = jax.sharding.get_mesh()
         state = abstract_state(config.model, optimizer.transform, mesh)
         (row,) = (r for r in placements(state) if (r.tensor, r.part) == ("segments/0/runs/1/ffn/w1", "trace"))
-        assert row.spec == P(None, None, None, ("data", "expert"))  # the next axis in the table
+        assert row.spec == P(None, "expert", None, "data")  # the next axis in the table
         with pytest.raises(
-            ConfigError, match=r"ffn/w1 \[1, 4, 16, 16\]: its axis 'expert' of 4 .*= 8.* in 1, 2, 4, or"
+            ConfigError,
+            match=r"ffn/w1 \[1, 4, 16, 16\]: its axis 'expert' of 4 .*expert 4 × data 2 = 8.* in 1, 2, 4, or",
         ):
             abstract_state(config.model, optimizer.transform, mesh, fsdp=True)
 
