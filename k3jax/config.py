@@ -213,6 +213,8 @@ class MeshConfig:
     """
 
     pipe: int = 1
+    """Ranks of a pipeline; each holds mesh.virtual stages of consecutive layers. Its micro-batches are those of
+    train.accumulation."""
     data: int = 1
     expert: int = 1
     context: int = 1
@@ -220,9 +222,12 @@ class MeshConfig:
     fsdp: bool = False
     """Cut the parameters over all of the mesh too; each layer gathers its own when it runs. With train.remat "none" or
     "products" the backward pass keeps what was gathered; "sublayer" and "layer" gather again, "block" once a block."""
+    virtual: int = 1
+    """Stages of the model that each rank of `pipe` holds (interleaved 1F1B): a smaller bubble, more transfers."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "pipe", "data", "expert", "context", "tensor")
+        _require_positive(self, "pipe", "data", "expert", "context", "tensor", "virtual")
+        _require(self.virtual == 1 or self.pipe > 1, f"mesh.virtual {self.virtual} needs mesh.pipe > 1")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -326,7 +331,8 @@ class TrainConfig:
 
     steps: int = 1000
     accumulation: int = 1
-    """Micro-batches per optimizer step; must divide data.batch_size."""
+    """Micro-batches per optimizer step; must divide data.batch_size. With M, P ranks of a pipeline with V stages each
+    wait (P − 1) / (V · M + P − 1) of the time."""
     remat: Remat = "none"
     """What the forward pass keeps for the backward pass, from most to least: "none" all that autodiff asks for;
     "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;
@@ -428,6 +434,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         batch, accumulation = self.data.batch_size, self.train.accumulation
         _require(batch % accumulation == 0, f"train.accumulation {accumulation} must divide data.batch_size {batch}")
+        pipe, virtual = self.mesh.pipe, self.mesh.virtual
+        _require(
+            virtual == 1 or accumulation % pipe == 0,
+            f"train.accumulation {accumulation} must be a multiple of mesh.pipe {pipe} with mesh.virtual {virtual}: "
+            "interleaved 1F1B takes micro-batches in groups of one a rank",
+        )
         ways = self.mesh.data * self.mesh.expert
         micro = batch // accumulation
         _require(

@@ -69,14 +69,17 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     """The device mesh in Explicit mode, axes `pipe, data, expert, context, tensor`.
 
     Raises:
-        ConfigError: a pipeline, or a product of sizes that is not the number of devices.
+        ConfigError: a product of sizes that is not the number of devices.
     """
-    if config.pipe > 1:
-        raise ConfigError("mesh axis pipe must be 1: pipelines are not supported yet")
     count, available = math.prod(config.sizes), jax.device_count()
     if count > available or available % count:
         raise ConfigError(f"mesh {dict(zip(AXES, config.sizes))} needs {count} devices, this machine has {available}")
     return jax.make_mesh(config.sizes, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=jax.devices()[:count])
+
+
+def rank_meshes(mesh: jax.sharding.Mesh) -> list[jax.sharding.Mesh]:
+    """The submesh of every rank of the pipeline: the same axes, `pipe` of size 1."""
+    return [jax.sharding.Mesh(devices[None], mesh.axis_names, axis_types=mesh.axis_types) for devices in mesh.devices]
 
 
 def spec(*logical: str | None) -> P:

@@ -228,7 +228,8 @@ def _run_repeat(
 def _run_block(
     plan: SegmentPlan, options: Options, config: ModelConfig, earlier: Bank, state: tuple, block: tuple, tokens: Tokens
 ) -> tuple[tuple, list]:
-    """One AttnRes block → (partial, bank) and a list of per-run outputs whose leaves lead with (repeat, place).
+    """One AttnRes block, or a piece of one → (partial, bank) and a list of per-run outputs whose leaves lead with
+    (repeat, place).
 
     `earlier` are the bank rows that stand before the segment; those of `state` are its own.
     """
@@ -236,7 +237,8 @@ def _run_block(
     index, runs, biases, caches = block
     reads, bank = [None] * len(runs), earlier
     if config.attn_res_block_size is not None:
-        own = tuple(jnp.where(index == i, partial_BTD, row) for i, row in enumerate(own))
+        if plan.begins:
+            own = tuple(jnp.where(index == i, partial_BTD, row) for i, row in enumerate(own))
         bank = (*earlier, *own)
         valid = None if plan.num_blocks == 1 else jnp.arange(len(bank)) <= len(earlier) + index
         queries = [query.query() for run in runs for query in (run.attn_res, run.mlp_res)]
@@ -245,11 +247,12 @@ def _run_block(
         reads = list(zip(flat[::2], flat[1::2]))
         # its gradient comes through the reads; without this the scans would carry and add zeros of its size
         bank = jax.lax.stop_gradient(bank)
-        partial_BTD = jnp.zeros_like(partial_BTD)
+        if plan.begins:
+            partial_BTD = jnp.zeros_like(partial_BTD)
     outs, i, start = [], 0, 0
     for repeat in plan.repeats:
         n, stop = len(repeat.runs), start + repeat.count * repeat.unit
-        first = (jnp.arange(start, stop) == 0).reshape(repeat.count, repeat.unit)
+        first = ((jnp.arange(start, stop) == 0) & plan.begins).reshape(repeat.count, repeat.unit)
         per_layer = (first, reads[i : i + n], biases[i : i + n], caches[i : i + n])
         partial_BTD, out = _run_repeat(repeat, runs[i : i + n], partial_BTD, bank, per_layer, tokens, options)
         outs += out
@@ -288,13 +291,14 @@ def run_segment(
 
     partial_BTD, earlier = state
     # a row that is not pushed yet needs finite values: it is read with weight 0
-    own = (partial_BTD,) * (plan.num_blocks if config.attn_res_block_size is not None else 0)
+    pushes = config.attn_res_block_size is not None and plan.begins
+    own = (partial_BTD,) * (plan.num_blocks if pushes else 0)
     xs = (jnp.arange(plan.num_blocks), spread(runs), spread(router_bias), spread(caches))
     if options.unroll:  # each block with as many bank rows as there are
         body = _remat(partial(_run_block, replace(plan, num_blocks=1), options, config), options, "block")
         blocks, own = [], ()
         for block in _unstack(xs[1:], plan.num_blocks):
-            rows = () if config.attn_res_block_size is None else (partial_BTD,)
+            rows = (partial_BTD,) if pushes else ()
             (partial_BTD, pushed), out = body((*earlier, *own), (partial_BTD, rows), (0, *block), tokens)
             own, blocks = (*own, *pushed), [*blocks, out]
         outs = jax.tree.map(lambda *parts: jnp.stack(parts), *blocks)

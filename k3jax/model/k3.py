@@ -30,7 +30,7 @@ from flax import nnx
 from k3jax.config import ModelConfig, Remat, RematAction
 from k3jax.model import init
 from k3jax.model.attn_res import AttnResQuery
-from k3jax.model.decoder import DecoderLayer, Options, Tokens, run_segment
+from k3jax.model.decoder import Bank, DecoderLayer, Options, Tokens, run_segment
 from k3jax.model.kda import kda_cache
 from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
@@ -76,20 +76,90 @@ class Segment(nnx.Module):
         )
 
 
-class K3(nnx.Module):
+class Stage(nnx.Module):
+    """Layers `start..stop - 1`, with the embedding where they begin the model and the head where they end it.
+
+    What a stage of a pipeline holds; parameters are those that the whole model (`K3`) has under the same RNG.
+    """
+
+    def __init__(self, config: ModelConfig, start: int, stop: int, *, rngs: nnx.Rngs):
+        make = init.Maker(config, rngs.params())
+        D, V = config.hidden_size, config.vocab_size
+        self.config, self.start, self.stop = config, start, stop
+        embed = make("vocab embed", V, D)
+        if start == 0:
+            self.embed = embed
+        keys = jax.random.split(make.key(), config.num_layers)
+        self.segments = nnx.List([Segment(config, plan, keys) for plan in self.plans])
+        if stop == config.num_layers:
+            if config.attn_res_block_size is not None:
+                self.output_res = AttnResQuery(config, make.key())
+            self.final_norm = make("embed", D, init=init.ones)
+            self.lm_head = make("embed vocab", D, V)
+
+    @property
+    def plans(self) -> tuple[SegmentPlan, ...]:
+        """How the layers are stacked."""
+        return plan_layers(self.config, self.start, self.stop)
+
+    @property
+    def moe_layers(self) -> range:
+        """Layers of the stage that route, counted among those of the model: its rows of router biases and loads."""
+        dense = self.config.num_dense_layers
+        return range(max(self.start - dense, 0), max(self.stop - dense, 0))
+
+    def embedded(self, tokens_BT: jax.Array, *, split: bool = True) -> jax.Array:
+        """What the first layer starts from, [B, T, D] in the compute dtype; `split` as of `embed_lookup`."""
+        return embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT, split=split)
+
+    def run(
+        self,
+        state: tuple[jax.Array, Bank],
+        tokens: Tokens,
+        router_bias: jax.Array,
+        options: Options,
+        cache: list[list[dict[str, jax.Array]]] | None = None,
+    ) -> tuple[tuple[jax.Array, Bank], list[list[Any]]]:
+        """The layers.
+
+        Args:
+            state: (partial sum [B, T, D], bank rows [B, T, D] that earlier layers pushed).
+            router_bias: [MoE layers of the stage, E] float32.
+            cache: the `segments` of a `Cache`.
+
+        Returns:
+            the state after the last layer, and the outputs of `run_segment` per segment and run.
+        """
+        outs: list[list[Any]] = []
+        for i, (plan, segment) in enumerate(zip(self.plans, self.segments)):
+            bias = [self._run_bias(router_bias, numbers, spec.ffn) for spec, numbers in plan.run_layers()]
+            caches = cache[i] if cache is not None else [None] * len(bias)
+            state, out = run_segment(plan, self.config, options, list(segment.runs), state, tokens, bias, caches)
+            outs.append(out)
+        return state, outs
+
+    def _run_bias(self, router_bias: jax.Array, numbers: tuple[int, ...], ffn: str) -> jax.Array:
+        if ffn == "dense":
+            return jnp.zeros((len(numbers), 0), jnp.float32)
+        return router_bias[np.array(numbers) - self.config.num_dense_layers - self.moe_layers.start]
+
+    def output(self, partial_BTD, bank: Bank, options: Options) -> tuple[jax.Array, jax.Array | None]:
+        """The last mix and the final norm, and the mix's depth-attention weights when asked for."""
+        config, norm = self.config, gathered(self.final_norm)[...]
+        if config.attn_res_block_size is None:
+            return rms_norm(partial_BTD, norm, config.norm_eps), None
+        query = self.output_res.query()
+        with jax.named_scope("attn_res"):
+            (read,) = read_bank(bank, [query], config.norm_eps)
+            x, weights, _ = mix_norm(bank, read, partial_BTD, query, norm, config.norm_eps)
+        return x, weights if options.depth else None
+
+
+class K3(Stage):
     """The text model. Parameters only; router biases and caches are arguments."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        make = init.Maker(config, rngs.params())
-        D, V = config.hidden_size, config.vocab_size
-        self.config = config
-        self.embed = make("vocab embed", V, D)
-        keys = jax.random.split(make.key(), config.num_layers)
-        self.segments = nnx.List([Segment(config, plan, keys) for plan in plan_layers(config)])
-        if config.attn_res_block_size is not None:
-            self.output_res = AttnResQuery(config, make.key())
-        self.final_norm = make("embed", D, init=init.ones)
-        self.lm_head = make("embed vocab", D, V)
+        super().__init__(config, 0, config.num_layers, rngs=rngs)
 
     def __call__(
         self,
@@ -140,38 +210,20 @@ class K3(nnx.Module):
 
         `remat`, `remat_policy` and `unroll` are those of `TrainConfig`.
         """
-        config, plans = self.config, plan_layers(self.config)
-        named = tuple((remat_policy or {}).items())
+        config, named = self.config, tuple((remat_policy or {}).items())
         options = Options(remat, named, unroll and not depth, histogram, depth)  # depth comes in stacks of one shape
-        x = embed_lookup(gathered(self.embed)[...].astype(config.dtype), tokens_BT, split=cache is None)
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
-        tokens = _describe(tokens_BT, segment_ids, cache)
-        state = (x, ())
-        outs: list[list[Any]] = []
-        for i, (plan, segment) in enumerate(zip(plans, self.segments)):
-            bias = [_run_bias(config, router_bias, numbers, spec.ffn) for spec, numbers in plan.run_layers()]
-            caches = cache.segments[i] if cache is not None else [None] * len(bias)
-            state, out = run_segment(plan, config, options, list(segment.runs), state, tokens, bias, caches)
-            outs.append(out)
-        x, output_depth = self._output(*state, options)
-        aux = _collect(config, plans, outs, output_depth)
+        tokens = describe(tokens_BT, segment_ids, cache)
+        start = (self.embedded(tokens_BT, split=cache is None), ())
+        state, outs = self.run(start, tokens, router_bias, options, None if cache is None else cache.segments)
+        x, output_depth = self.output(*state, options)
+        aux = collect(self, outs, output_depth)
         if cache is not None:
             updated = [[run["cache"] for run in segment] for segment in outs]
             length = cache.length + tokens_BT.shape[1]
             aux = replace(aux, cache=Cache(updated, length, tokens.positions[:, -1] + 1))
         return x, aux
-
-    def _output(self, partial_BTD, bank: tuple[jax.Array, ...], options: Options):
-        """The last mix and the final norm, and the mix's depth-attention weights when asked for."""
-        config, norm = self.config, gathered(self.final_norm)[...]
-        if config.attn_res_block_size is None:
-            return rms_norm(partial_BTD, norm, config.norm_eps), None
-        query = self.output_res.query()
-        with jax.named_scope("attn_res"):
-            (read,) = read_bank(bank, [query], config.norm_eps)
-            x, weights, _ = mix_norm(bank, read, partial_BTD, query, norm, config.norm_eps)
-        return x, weights if options.depth else None
 
     def layer(self, number: int) -> DecoderLayer:
         """The parameters of one decoder layer by its 0-based number.
@@ -179,7 +231,7 @@ class K3(nnx.Module):
         Raises:
             IndexError: no such layer.
         """
-        for segment, plan in zip(self.segments, plan_layers(self.config)):
+        for segment, plan in zip(self.segments, self.plans):
             for run, (_, numbers) in zip(segment.runs, plan.run_layers()):
                 if number in numbers:
                     place = numbers.index(number)
@@ -208,7 +260,7 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     return Cache(segments, jnp.zeros((), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
 
-def _describe(tokens_BT: jax.Array, segment_ids: jax.Array | None, cache: Cache | None) -> Tokens:
+def describe(tokens_BT: jax.Array, segment_ids: jax.Array | None, cache: Cache | None) -> Tokens:
     """Positions in documents, validity and the cache offset of each token."""
     offset = 0 if cache is None else cache.length
     cut = layout(tokens_BT)
@@ -225,18 +277,13 @@ def _describe(tokens_BT: jax.Array, segment_ids: jax.Array | None, cache: Cache 
     return Tokens(segment_ids, positions, segment_ids != 0, offset)
 
 
-def _run_bias(config: ModelConfig, router_bias: jax.Array, numbers: tuple[int, ...], ffn: str) -> jax.Array:
-    if ffn == "dense":
-        return jnp.zeros((len(numbers), 0), jnp.float32)
-    return router_bias[np.array(numbers) - config.num_dense_layers]
-
-
-def _collect(config: ModelConfig, plans, outs, output_depth: jax.Array | None) -> Aux:
-    """Per-run outputs as per-layer arrays in layer order."""
+def collect(stage: Stage, outs: list[list[Any]], output_depth: jax.Array | None = None) -> Aux:
+    """Outputs of `Stage.run` as per-layer arrays in layer order."""
+    config = stage.config
 
     def ordered(pick, kind) -> jax.Array | None:
         parts, numbers = [], []
-        for plan, segment in zip(plans, outs):
+        for plan, segment in zip(stage.plans, outs):
             for (spec, layers), out in zip(plan.run_layers(), segment):
                 if kind in (spec.mixer, spec.ffn, "any"):
                     parts.append(pick(out))

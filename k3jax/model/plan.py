@@ -10,10 +10,11 @@ period KDA ×3, MLA is scanned. Depth then adds scan steps, not traced code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
-from k3jax.config import LayerSpec, ModelConfig
+from k3jax.config import ConfigError, LayerSpec, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,17 @@ class Repeat:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """`num_blocks` AttnRes blocks of one pattern, from layer `first_layer` on."""
+    """`num_blocks` AttnRes blocks of one pattern, from layer `first_layer` on.
+
+    At the border of a pipeline stage it may also be a piece of one block: its beginning, or, where `begins` is False,
+    what goes on from the partial sum of the layers before.
+    """
 
     first_layer: int
     first_block: int
     num_blocks: int
     repeats: tuple[Repeat, ...]
+    begins: bool = True
 
     @property
     def block_layers(self) -> int:
@@ -87,15 +93,66 @@ def _compress(specs: tuple[LayerSpec, ...]) -> tuple[Repeat, ...]:
     return tuple(repeats)
 
 
-def plan_layers(config: ModelConfig) -> tuple[SegmentPlan, ...]:
-    """Segments of the decoder, in order."""
-    layers = config.layers
-    size = config.attn_res_block_size or len(layers)
-    patterns = [_compress(layers[i : i + size]) for i in range(0, len(layers), size)]
+def plan_layers(config: ModelConfig, start: int = 0, stop: int | None = None) -> tuple[SegmentPlan, ...]:
+    """Segments of the decoder, in order; with `start` or `stop`, of its layers `start..stop - 1` only."""
+    stop = config.num_layers if stop is None else stop
+    size = config.attn_res_block_size or config.num_layers
+    edges = [start, *range((start // size + 1) * size, stop, size), stop]
+    pieces = [(a, a % size == 0, _compress(config.layers[a:b])) for a, b in pairwise(edges)]
     segments: list[SegmentPlan] = []
-    block = 0
-    for pattern, group in groupby(patterns):
-        count = len(list(group))
-        segments.append(SegmentPlan(block * size, block, count, pattern))
-        block += count
+    for (begins, pattern), group in groupby(pieces, key=lambda piece: piece[1:]):
+        firsts = [first for first, *_ in group]
+        segments.append(SegmentPlan(firsts[0], firsts[0] // size, len(firsts), pattern, begins))
     return tuple(segments)
+
+
+def blocks_pushed(config: ModelConfig, start: int, stop: int) -> tuple[int, ...]:
+    """Numbers of the AttnRes blocks that begin in layers `start..stop - 1`: each pushes one row into the bank."""
+    size = config.attn_res_block_size
+    return () if size is None else tuple(first // size for first in range(start, stop) if first % size == 0)
+
+
+def legal_cuts(config: ModelConfig) -> tuple[int, ...]:
+    """Layers before which a pipeline may be cut: where the repeating pattern of mixers starts again.
+
+    The pattern is the shortest one that fills the decoder at least twice from the front; a rest that is unfinished or
+    different is one more piece. Without such a pattern there are no cuts.
+    """
+    mixers = [layer.mixer for layer in config.layers]
+    for period in range(1, len(mixers) // 2 + 1):
+        whole = len(mixers) // period * period
+        if mixers[:whole] == mixers[:period] * (whole // period):
+            return tuple(range(period, len(mixers), period))
+    return ()
+
+
+def cut_layers(config: ModelConfig, count: int, costs: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """`count` stages as (first layer, end): the heaviest is as light as legal cuts allow, the others even.
+
+    Args:
+        costs: of every layer; what the ends of the model cost is part of the first and the last.
+
+    Raises:
+        ConfigError: more stages than legal cuts make.
+    """
+    edges = (0, *legal_cuts(config), config.num_layers)
+    if not 1 <= count < len(edges):
+        raise ConfigError(
+            f"mesh.pipe × mesh.virtual = {count} stages: {config.num_layers} layers are cut where their pattern of "
+            f"mixers starts again, so legal are 1 to {len(edges) - 1} stages"
+        )
+    # best[e]: (heaviest stage, sum of squares, stages) of the layers before edge e; each round adds a stage
+    Best = dict[int, tuple[float, float, tuple[tuple[int, int], ...]]]
+    best: Best = {0: (0.0, 0.0, ())}
+    for _ in range(count):
+        longer: Best = {}
+        for end in edges[1:]:
+            options = []
+            for begin, (heaviest, squares, stages) in best.items():
+                if begin < end:
+                    cost = sum(costs[begin:end])
+                    options.append((max(heaviest, cost), squares + cost**2, (*stages, (begin, end))))
+            if options:
+                longer[end] = min(options)
+        best = longer
+    return best[config.num_layers][2]

@@ -9,6 +9,7 @@ Operations of one training step per token, 2 per multiply-add, backward = 2 × f
 Elementwise work, norms, softmax, short convolutions and the AttnRes mixes are left out, as is usual.
 """
 
+import dataclasses
 import re
 import time
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def parameter_counts(model: ModelConfig) -> ParameterCounts:
 def flops_by_mechanism(model: ModelConfig, sequence_length: int) -> dict[str, int]:
     """Forward and backward operations per token at this sequence length (one document per sequence)."""
     flops = {name: 6 * matrices for name, (matrices, _) in _mechanisms(model).items() if matrices}
-    flops["routed_experts"] = _active(model, flops["routed_experts"])
+    flops["routed_experts"] = _active(model, flops.get("routed_experts", 0))
     mla, num_mla = model.mla, len(model.mla_layers)
     flops["mla_attention"] = num_mla * 3 * mla.num_heads * (mla.qk_head_dim + mla.v_head_dim) * sequence_length
     flops["kda_recurrence"] = (model.num_layers - num_mla) * 6 * _kda_recurrence(model.kda)
@@ -86,6 +87,18 @@ def flops_by_mechanism(model: ModelConfig, sequence_length: int) -> dict[str, in
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Sum of `flops_by_mechanism`."""
     return sum(flops_by_mechanism(model, sequence_length).values())
+
+
+def stage_costs(model: ModelConfig, sequence_length: int) -> list[int]:
+    """Operations per token of every layer, the head's with the last one's."""
+    head = flops_by_mechanism(model, sequence_length)["head"]
+    kinds = {}
+    for spec in set(model.layers):
+        mla, dense = ((0,) if spec.mixer == "mla" else ()), int(spec.ffn == "dense")
+        one = dataclasses.replace(model, num_layers=1, mla_layers=mla, num_dense_layers=dense)
+        kinds[spec] = flops_per_token(one, sequence_length) - head
+    costs = [kinds[spec] for spec in model.layers]
+    return [*costs[:-1], costs[-1] + head]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: Peak) -> float | None:

@@ -43,9 +43,11 @@ from k3jax.parallel.launch import StopVote, exchange, is_first, require_same, to
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
+from k3jax.train.pipeline import PipelineTrainer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.report import References, implementations, start_report, summary_table
 from k3jax.train.resume import check_resume, claimed
+from k3jax.train.stages import on_host
 from k3jax.train.state import (
     abstract_params,
     abstract_state,
@@ -164,6 +166,9 @@ class _Run:
         self.store, self.display, self.stop = store, display, stop
         self.run_dir = Path(config.run_dir)
         self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+        self.pipeline: PipelineTrainer | None = None
+        if config.mesh.pipe > 1:
+            self.pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes)
         self.eval_batches: list[dict[str, np.ndarray]] = []
         if config.train.eval_interval:
             own = own_rows(config.data.batch_size, config.train.accumulation, mesh)
@@ -203,13 +208,17 @@ class _Run:
         if latest is not None:
             saved = self.store.read_record(latest)
             changes = check_resume(saved, self.record(), str(self._path(latest)), allow_config_change)
-            model = self.store.load("model", model_part(self.like), latest)
-            training = self.store.load("training", training_part(self.like), latest)
-            self.state = dataclasses.replace(self.like, **model, **training)
+            like = self.like if self.pipeline is None else on_host(self.like)
+            model = self.store.load("model", model_part(like), latest)
+            training = self.store.load("training", training_part(like), latest)
+            whole = dataclasses.replace(like, **model, **training)
+            self.state: Any = whole if self.pipeline is None else self.pipeline.parts(whole)
             self.loader.set_state(saved.data)
-            self.skipped = latest - int(self.state.step)
+            self.skipped = latest - int(whole.step)
         lines = start_report(config, self.mesh, self.data, self.peak)
-        if self.mesh.size > 1:
+        if self.pipeline is not None:
+            lines += self.pipeline.describe()
+        elif self.mesh.size > 1:
             lines += placement_lines(placements(self.like))
         for line in lines:
             self.display.print(line)
@@ -252,6 +261,13 @@ class _Run:
         Compiled ahead of time, a later change of shape or sharding is an error and not a silent wait.
         """
         begin, config = time.perf_counter(), self.config
+        if self.pipeline is not None:
+            self.pipeline.compile()
+            if self.step == 0:
+                self.state = self.pipeline.create()
+                self._evaluate()
+            self._compiled(begin)
+            return
         token_bytes, batch = self.data.tokenizer.token_bytes, abstract_batch(config, self.mesh)
 
         def compile_step() -> Any:
@@ -272,6 +288,9 @@ class _Run:
                 if self.step == 0:
                     self._evaluate()
             self.train_step = compiling.result()
+        self._compiled(begin)
+
+    def _compiled(self, begin: float) -> None:
         took = duration(time.perf_counter() - begin)
         self.display.print(f"compiled    after {took} (cache: {jax.config.jax_compilation_cache_dir})")
 
@@ -285,7 +304,10 @@ class _Run:
                 self.profiling = True
         batch = next(self.loader)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
+            if self.pipeline is not None:
+                self.state, metrics = self.pipeline.step(self.state, self.pipeline.place(batch))
+            else:
+                self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
         self.step = step
         stop = self.vote.cast(self.stop.signal) if self.vote else None
         self.pending.append(_Pending(step, metrics, batch["document_ids"], stop))
@@ -382,8 +404,11 @@ class _Run:
         """Loss on the held-out text, with frozen router biases."""
         if not self.config.train.eval_interval:
             return
-        params, bias, accumulation = self.state.params, self.state.router_bias, self.config.train.accumulation
-        sums = [self.eval_step(params, bias, place_batch(b, accumulation, self.mesh)) for b in self.eval_batches]
+        if self.pipeline is not None:
+            sums = [self.pipeline.evaluate(self.state, self.pipeline.place(b)) for b in self.eval_batches]
+        else:
+            params, bias, accumulation = self.state.params, self.state.router_bias, self.config.train.accumulation
+            sums = [self.eval_step(params, bias, place_batch(b, accumulation, self.mesh)) for b in self.eval_batches]
         nats, tokens, size = (sum(float(s[name]) for s in sums) for name in ("nats", "tokens", "bytes"))
         values = {"loss": nats / tokens, "bits_per_byte": bits_per_byte(nats, int(size))}
         if self.log:
@@ -397,24 +422,29 @@ class _Run:
         """Prints a continuation of train.sample_prompt."""
         from k3jax.generate import generate_text  # it imports the store and more; notebooks load it first
 
-        train = self.config.train
-        key = jax.random.fold_in(jax.random.wrap_key_data(self.state.rng), self.step)
-        text = generate_text(
-            self.state.params,
-            self.state.router_bias,
-            self.data.tokenizer,
-            train.sample_prompt,
-            max_tokens=train.sample_tokens,
-            temperature=0.8,
-            seed=int(jax.random.bits(key) >> 1),
-        )
+        train, mesh = self.config.train, self.mesh
+        if self.pipeline is None:
+            params, bias, rng = self.state.params, self.state.router_bias, self.state.rng
+        else:
+            (params, bias), mesh = self.pipeline.model(self.state), self.pipeline.meshes[0]
+            rng = self.state[0].rng
+        with jax.set_mesh(mesh):
+            key = jax.random.fold_in(jax.random.wrap_key_data(rng), self.step)
+            text = generate_text(
+                params,
+                bias,
+                self.data.tokenizer,
+                train.sample_prompt,
+                max_tokens=train.sample_tokens,
+                temperature=0.8,
+                seed=int(jax.random.bits(key) >> 1),
+            )
         self.display.print(f"step {self.step}: sample\n" + "\n".join(f"  │ {line}" for line in text.splitlines()))
 
     def _save(self) -> None:
         """Starts an asynchronous save; all metrics up to here have been read, so the state is known to be finite."""
-        self.store.save(
-            self.step, model=model_part(self.state), training=training_part(self.state), record=self.record()
-        )
+        whole = self.state if self.pipeline is None else self.pipeline.whole(self.state, self.like)
+        self.store.save(self.step, model=model_part(whole), training=training_part(whole), record=self.record())
 
     def _summary(self, steps: int) -> None:
         if self.references is None:

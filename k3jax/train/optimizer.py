@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,13 +98,24 @@ def make_optimizer(config: OptimizerConfig, params: Any, total_steps: int) -> Op
     adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
     schedule = make_schedule(config, total_steps)
     transform = optax.chain(
-        optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm),
+        optax.identity() if config.clip_norm is None else _clip_by_global_norm(config.clip_norm),
         # a K3 tree is callable itself, so optax would call it for the labels: hence the functions
         optax.partition({group: adam if group == "adamw" else muon for group in GROUPS}, lambda _: groups),
         optax.add_decayed_weights(config.weight_decay, lambda _: jax.tree.map(lambda leaf: leaf.decay, leaves)),
         optax.scale_by_learning_rate(schedule),
     )
     return Optimizer(transform, schedule, groups)
+
+
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`; `update(…, grad_norm=…)` tells the norm where the gradients are a part of all."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        clip = lambda t: jnp.where(norm < max_norm, t, t / norm.astype(t.dtype) * max_norm)  # noqa: E731
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -123,12 +134,18 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     )
 
 
-def update_rms(updates: Any, groups: Any) -> dict[str, jax.Array]:
-    """Root mean square of an update by group (the groups that occur), as float32 scalars."""
+def update_squares(updates: Any, groups: Any) -> dict[str, tuple[jax.Array, int]]:
+    """Sum of squares of an update (a float32 scalar) and its size by group (the groups that occur)."""
     squares: dict[str, list[tuple[jax.Array, int]]] = {}
     for update, group in zip(jax.tree.leaves(updates), jax.tree.leaves(groups), strict=True):
         squares.setdefault(group, []).append((jnp.sum(jnp.square(update.astype(jnp.float32))), update.size))
-    return {g: jnp.sqrt(sum(s for s, _ in found) / sum(n for _, n in found)) for g, found in sorted(squares.items())}
+    totals = ((group, cast(jax.Array, sum(s for s, _ in found)), found) for group, found in sorted(squares.items()))
+    return {group: (total, sum(n for _, n in found)) for group, total, found in totals}
+
+
+def update_rms(updates: Any, groups: Any) -> dict[str, jax.Array]:
+    """Root mean square of an update by group (the groups that occur), as float32 scalars."""
+    return {group: jnp.sqrt(square / size) for group, (square, size) in update_squares(updates, groups).items()}
 
 
 def qk_clip(params: Any, max_logit_MH: jax.Array, threshold: float, rows: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -40,12 +41,18 @@ def abstract_params(config: ModelConfig) -> K3:
 
 
 def _init(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    params = init_params(config, seed)
+    return fresh_state(config, init_params(config, seed), optimizer, config.num_moe_layers, seed)
+
+
+def fresh_state(
+    config: ModelConfig, params: Any, optimizer: optax.GradientTransformation, num_moe_layers: int, seed: int
+) -> TrainState:
+    """The state that training starts from, of a model or of the part of one with `num_moe_layers`."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(cast(Any, params)),
-        router_bias=jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32),
+        opt_state=optimizer.init(params),
+        router_bias=jnp.zeros((num_moe_layers, config.moe.num_experts), jnp.float32),
         rng=jax.random.key_data(jax.random.key(seed)),
     )
 
@@ -68,7 +75,18 @@ def abstract_state(
     Raises:
         ConfigError: a bank of experts that `fsdp` cannot cut on this mesh.
     """
-    shapes = jax.eval_shape(lambda: _init(config, optimizer, seed))
+    return abstract_of(lambda: _init(config, optimizer, seed), mesh, fsdp=fsdp, offload=offload)
+
+
+def abstract_of(
+    init: Callable[[], TrainState],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    *,
+    fsdp: bool = False,
+    offload: bool = False,
+) -> TrainState:
+    """`abstract_state` of what `init` makes, whatever parameters that has."""
+    shapes = jax.eval_shape(init)
     whole = shardings(shapes, mesh)
     places = dataclasses.replace(
         whole,
@@ -120,15 +138,16 @@ def create_state(
     offload: bool = False,
 ) -> TrainState:
     """A fresh `TrainState`, every array born in its place; arguments and errors of `abstract_state`."""
-    places = jax.tree.map(
-        lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, seed, fsdp=fsdp, offload=offload)
-    )
+    return create_of(lambda: _init(config, optimizer, seed), mesh, fsdp=fsdp, offload=offload)
+
+
+def create_of(
+    init: Callable[[], TrainState], mesh: jax.sharding.Mesh, *, fsdp: bool = False, offload: bool = False
+) -> TrainState:
+    """What `init` makes, every array born in its place."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_of(init, mesh, fsdp=fsdp, offload=offload))
     # hundreds of small random draws that run once: a CPU compiles them six times as fast without optimising
     options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
-
-    def init() -> TrainState:
-        return _init(config, optimizer, seed)
-
     if math.prod(mesh.shape.values()) > 1:
         # left to the partitioner, each device draws its own slices; in Explicit mode it would draw everything and cut
         specs = jax.tree.map(lambda place: place.spec, places)

@@ -12,7 +12,7 @@ Legend: M micro-batches, B sequences in one, T time, L MoE layers, E experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -22,7 +22,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3jax.config import ModelConfig, RunConfig
-from k3jax.model.k3 import K3
+from k3jax.model.k3 import K3, Aux, Stage
 from k3jax.model.plan import plan_layers
 from k3jax.ops.common import sharding_of
 from k3jax.ops.cross_entropy import linear_cross_entropy
@@ -117,6 +117,14 @@ def _forward(
         unroll=config.train.unroll and train,
         histogram=train,
     )
+    loss, sums = head_sums(config, params, x_BTD, aux, batch, token_bytes, train=train)
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def head_sums(
+    config: RunConfig, params: Stage, x_BTD: jax.Array, aux: Aux, batch: Batch, token_bytes: jax.Array, *, train: bool
+) -> tuple[jax.Array, Sums]:
+    """Summed loss of a micro-batch [B, T] from its features, by the stage that holds the head."""
     with jax.named_scope("head"):
         x_BTD, lm_head = whole_sequence(x_BTD), gathered(params.lm_head)[...]
         tokens, vocabulary = axes_of(x_BTD), axes_of(lm_head)
@@ -133,7 +141,7 @@ def _forward(
         out = (PartitionSpec(), PartitionSpec(), PartitionSpec(*layout(x_BTD)[:2]))
         loss, z_sum, nll_BT = island(shard, x_BTD, lm_head, batch["targets"], batch["loss_mask"], out=out)
     counts = batch["loss_mask"].astype(jnp.int32)
-    sums = Sums(
+    return loss, Sums(
         loss=loss,
         cross_entropy=nll_BT.sum(),
         z_loss=z_sum,
@@ -143,7 +151,6 @@ def _forward(
         histogram=aux.histogram,
         max_logit=aux.max_logit,
     )
-    return loss, jax.lax.stop_gradient(sums)
 
 
 def _lookup(table_V: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -198,37 +205,63 @@ def make_train_step(
         `step(state, batch) -> (state, metrics)`. Metrics are scalars, see `_metrics`; `metrics["finite"]` False means
         that the update was dropped.
     """
-    k, threshold, rows = config.model.moe.experts_per_token, config.optimizer.qk_clip_threshold, mla_rows(config.model)
+    rows = mla_rows(config.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(config, state.params, state.router_bias, batch, token_bytes)
-        with jax.named_scope("optimizer"):  # at rest: a device updates its slices, and new weights are gathered
-            if config.optimizer.offload:
-                state = dataclasses.replace(state, opt_state=moved(state.opt_state, jax.memory.Space.Device))
-            old: Any = to_rest(state.params)  # a module is a tree to optax, but not to its types
-            updates, opt_state = optimizer.transform.update(cast(Any, grads), state.opt_state, old)
-            params = cast(K3, optax.apply_updates(old, updates))
-            if threshold is not None:
-                params = qk_clip(params, sums.max_logit, threshold, rows)
-            params = jax.tree.map(_placed_like, params, state.params)
-        with jax.named_scope("balancing"):
-            router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
-        new = TrainState(state.step + 1, params, opt_state, router_bias, state.rng)
-
+        if config.optimizer.offload:
+            state = dataclasses.replace(state, opt_state=moved(state.opt_state, jax.memory.Space.Device))
+        new, updates = apply_gradients(config, optimizer, rows, state, grads, sums)
         with jax.named_scope("optimizer"):  # the norms of gradients and updates share its passes
             metrics = _metrics(sums, grads, updates, optimizer.groups)
         metrics["learning_rate"] = jnp.asarray(optimizer.schedule(state.step))
-        if threshold is not None:  # otherwise nobody reads it, and XLA drops the pass that computes it
+        if config.optimizer.qk_clip_threshold is not None:  # otherwise nobody reads it, and XLA drops the pass for it
             metrics["max_logit"] = jnp.max(sums.max_logit, initial=-jnp.inf)
         # known before the update is made, so that the selection below happens in place
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(metrics["grad_norm"])
-        with jax.named_scope("optimizer"):
-            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-            if config.optimizer.offload:
-                kept = dataclasses.replace(kept, opt_state=moved(kept.opt_state, jax.memory.Space.Host))
+        kept = kept_if(finite, new, state)
+        if config.optimizer.offload:
+            kept = dataclasses.replace(kept, opt_state=moved(kept.opt_state, jax.memory.Space.Host))
         return kept, metrics | {"finite": finite}
 
     return train_step
+
+
+def apply_gradients(
+    config: RunConfig,
+    optimizer: Optimizer,
+    rows: Mapping[str, list[int]],
+    state: TrainState,
+    grads: Any,
+    sums: Sums,
+    **extra: jax.Array,
+) -> tuple[TrainState, Any]:
+    """The state after an update, QK-clip and balancing, and the update.
+
+    Args:
+        rows: of `mla_rows`.
+        grads: of the mean loss, at rest, with the structure of `state.params`.
+        extra: for the optimizer; `grad_norm` where the gradients are a part of all.
+    """
+    threshold = config.optimizer.qk_clip_threshold
+    transform = optax.with_extra_args_support(optimizer.transform)
+    with jax.named_scope("optimizer"):  # at rest: a device updates its slices, and new weights are gathered
+        old: Any = to_rest(state.params)  # a module is a tree to optax, but not to its types
+        updates, opt_state = transform.update(grads, state.opt_state, old, **extra)
+        params = cast(K3, optax.apply_updates(old, updates))
+        if threshold is not None:
+            params = qk_clip(params, sums.max_logit, threshold, rows)
+        params = jax.tree.map(_placed_like, params, state.params)
+    with jax.named_scope("balancing"):
+        k = config.model.moe.experts_per_token
+        router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
+    return TrainState(state.step + 1, params, opt_state, router_bias, state.rng), updates
+
+
+def kept_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """`new`, or `old` after a step that is not finite."""
+    with jax.named_scope("optimizer"):
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
 def _placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -264,11 +297,18 @@ def make_eval_step(config: RunConfig, token_bytes: np.ndarray) -> Callable[[K3, 
     return eval_step
 
 
-def mla_rows(config: ModelConfig) -> dict[str, list[int]]:
-    """Path of every stack of MLA layers → their rows in `Aux.max_logit`, in the order of the stack."""
+def mla_rows(config: ModelConfig, stages: Mapping[str, tuple[int, int]] | None = None) -> dict[str, list[int]]:
+    """Path of every stack of MLA layers → their rows in `Aux.max_logit`, in the order of the stack.
+
+    Args:
+        stages: path → (first layer, end) of stages whose `Aux.max_logit` are concatenated; None: the whole model.
+    """
+    stages = {"": (0, config.num_layers)} if stages is None else stages
+    layers = [layer for start, stop in stages.values() for layer in config.mla_layers if start <= layer < stop]
     return {
-        f"segments/{i}/runs/{j}/mixer": [config.mla_layers.index(number) for number in numbers]
-        for i, plan in enumerate(plan_layers(config))
+        f"{path}segments/{i}/runs/{j}/mixer": [layers.index(number) for number in numbers]
+        for path, (start, stop) in stages.items()
+        for i, plan in enumerate(plan_layers(config, start, stop))
         for j, (layer, numbers) in enumerate(plan.run_layers())
         if layer.mixer == "mla"
     }
@@ -276,18 +316,24 @@ def mla_rows(config: ModelConfig) -> dict[str, list[int]]:
 
 def _metrics(sums: Sums, grads: K3, updates: Any, groups: Any) -> Metrics:
     """Scalars of one step; losses in nats per token."""
+    metrics = loss_metrics(sums) | {
+        "grad_norm": optax.global_norm(grads),
+        "max_violation": jnp.max(max_violation(sums.load), initial=0.0),
+    }
+    return metrics | {f"update_rms/{group}": rms for group, rms in update_rms(updates, groups).items()}
+
+
+def loss_metrics(sums: Sums) -> Metrics:
+    """What the sums of the head say of a step."""
     tokens = jnp.maximum(sums.tokens, 1)
-    metrics = {
+    return {
         "loss": sums.loss / tokens,
         "cross_entropy": sums.cross_entropy / tokens,
         "z_loss": sums.z_loss / tokens,
         "bits_per_byte": sums.cross_entropy / jnp.log(2.0) / jnp.maximum(sums.bytes, 1),
         "tokens": sums.tokens,
         "bytes": sums.bytes,
-        "grad_norm": optax.global_norm(grads),
-        "max_violation": jnp.max(max_violation(sums.load), initial=0.0),
     }
-    return metrics | {f"update_rms/{group}": rms for group, rms in update_rms(updates, groups).items()}
 
 
 def max_violation(load_LE: jax.Array) -> jax.Array:

@@ -12,7 +12,15 @@ from flax import nnx
 
 from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, k3, nano, proxy
 from k3jax.model.k3 import K3
-from k3jax.train.flops import KDA_CHUNK, flops_by_mechanism, flops_per_token, mfu, parameter_counts, peak_flops
+from k3jax.train.flops import (
+    KDA_CHUNK,
+    flops_by_mechanism,
+    flops_per_token,
+    mfu,
+    parameter_counts,
+    peak_flops,
+    stage_costs,
+)
 
 # Small, with one layer of each kind, so that nothing is scanned: XLA counts the body of a loop once.
 UNROLLED = ModelConfig(
@@ -150,6 +158,13 @@ def test_published_formula_gives_the_known_cost_of_the_proxy():
     without = {k: v for k, v in flops.items() if k not in ("mla_attention", "kda_recurrence")}
     matrices = parameter_counts(proxy()).active_without_embedding
     assert sum(without.values()) == pytest.approx(6 * matrices, rel=2e-3)
+
+
+def test_costs_of_layers_and_head_add_up():
+    for model in (k3(), nano(), nano(num_dense_layers=9)):
+        costs = stage_costs(model, 512)
+        assert len(costs) == model.num_layers
+        assert sum(costs) == flops_per_token(model, 512)
 
 
 def test_only_attention_grows_with_the_sequence():
