@@ -1,10 +1,11 @@
 """One training step on meshes of several GPUs against one GPU: the same losses, and what it costs.
 
-    python -m benchmarks.meshes configs/proxy.py --meshes data=2 expert=2 context=2 tensor=2 --data.source stdlib
+    python -m benchmarks.meshes configs/proxy.py --meshes data=2 expert=2 pipe=2 --data.source stdlib
 
-The batch is the same on every mesh, so ideal is half the time on two. Every mesh has a process of its own; they compile
-at once and take turns on the GPUs. Prints a table: step time, tokens/s, speed-up over one GPU, memory of the fullest
-device, and how far the losses of the first steps lie from those of one GPU. Writes results/meshes.json.
+The batch is the same on every mesh, so ideal is half the time on two; a pipeline takes it one sequence at a time. Every
+mesh has a process of its own; they compile at once and take turns on the GPUs. Prints a table: step time, tokens/s,
+speed-up over one GPU, memory of the fullest device, and how far the losses of the first steps lie from those of one
+GPU. Writes results/meshes.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes take turns
@@ -25,11 +27,14 @@ import numpy as np
 import tyro
 
 from benchmarks.common import write_results
-from benchmarks.train_step import set_up
 from k3jax.config import MeshConfig, RunConfig
+from k3jax.data.loader import open_data
 from k3jax.sharding import make_mesh
 from k3jax.train.config_file import load_config
-from k3jax.train.step import place_batch
+from k3jax.train.optimizer import make_optimizer
+from k3jax.train.pipeline import PipelineTrainer
+from k3jax.train.state import abstract_params, abstract_state, create_state
+from k3jax.train.step import abstract_batch, compiler_options, make_train_step, place_batch
 
 MARK = "RESULT "
 WARM_UP = 3
@@ -40,7 +45,7 @@ class Arguments:
     """What to time."""
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    meshes: tuple[str, ...] = ("data=2", "expert=2", "context=2", "tensor=2")
+    meshes: tuple[str, ...] = ("data=2", "expert=2", "context=2", "tensor=2", "pipe=2")
     """Each "axis=size" or several with commas; one GPU is always first."""
     steps: int = 10
     """Timed steps, after three of warm-up."""
@@ -55,22 +60,47 @@ def parse(mesh: str) -> MeshConfig:
     return MeshConfig(**sizes)
 
 
+def prepared(config: RunConfig, mesh: jax.sharding.Mesh) -> tuple[Any, Callable[[], Any], Callable[[Any], Any]]:
+    """The compiled step, what makes a fresh state, and what places a batch; the devices hold nothing yet."""
+    data = open_data(config.data, config.model.vocab_size)
+    if config.mesh.pipe > 1:
+        pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes)
+        pipeline.compile()
+        return pipeline.step, pipeline.create, pipeline.place
+    optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+    fsdp, transform = config.mesh.fsdp, optimizer.transform
+    step = jax.jit(
+        make_train_step(config, optimizer, data.tokenizer.token_bytes),
+        donate_argnums=0,
+        compiler_options=compiler_options(mesh),
+    )
+    state = abstract_state(config.model, transform, mesh, fsdp=fsdp)
+    return (
+        step.lower(state, abstract_batch(config, mesh)).compile(),
+        lambda: create_state(config.model, transform, mesh, config.train.seed, fsdp=fsdp),
+        lambda batch: place_batch(batch, config.train.accumulation, mesh),
+    )
+
+
 def measure(arguments: Arguments, name: str) -> dict[str, Any]:
     """Losses and times of one mesh."""
     config = dataclasses.replace(arguments.config, mesh=parse(name))
+    if config.mesh.pipe > 1:  # one sequence a micro-batch
+        train = dataclasses.replace(config.train, accumulation=config.data.batch_size)
+        config = dataclasses.replace(config, train=train)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh), open(arguments.lock, "w") as lock:
-        data, state, step = set_up(config, mesh)
-        with data.train_loader() as loader:
-            batches = [place_batch(next(loader), config.train.accumulation, mesh) for _ in range(8)]
         begin = time.perf_counter()
-        compiled = step.lower(state, batches[0]).compile()
+        step, create, place = prepared(config, mesh)
         compile_s = time.perf_counter() - begin
         fcntl.flock(lock, fcntl.LOCK_EX)
+        state = create()
+        with open_data(config.data, config.model.vocab_size).train_loader() as loader:
+            batches = [place(next(loader)) for _ in range(8)]
         losses, norms, times = [], [], []
         for i in range(WARM_UP + arguments.steps):
             begin = time.perf_counter()
-            state, metrics = compiled(state, batches[i % len(batches)])
+            state, metrics = step(state, batches[i % len(batches)])
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
             times.append(time.perf_counter() - begin)
@@ -89,27 +119,29 @@ def measure(arguments: Arguments, name: str) -> dict[str, Any]:
 def run(arguments: Arguments) -> None:
     names = ("one", *arguments.meshes)
     command = [sys.executable, "-m", "benchmarks.meshes", *sys.argv[1:], "--only"]
-    started = [(name, subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True)) for name in names]
+    processes = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in names]
+    titles = ("step ms", 10), ("tokens/s", 10), ("speed-up", 10), ("GiB", 7), ("compile s", 11)
+    print(f"{'mesh':20}" + "".join(f"{title:>{width}}" for title, width in titles) + "  losses from one GPU's")
     rows: list[dict[str, Any]] = []
-    for name, process in started:
+    for name, process in zip(names, processes):
         output, _ = process.communicate()
         found = [line for line in output.splitlines() if line.startswith(MARK)]
         if process.returncode or not found:
-            print(f"{name}: failed with status {process.returncode}", flush=True)
+            print(f"{name:20} failed with status {process.returncode}", flush=True)
             continue
         rows.append(json.loads(found[-1].removeprefix(MARK)))
-    print(
-        f"{'mesh':20}{'step ms':>10}{'tokens/s':>10}{'speed-up':>10}{'GiB':>7}{'compile s':>11}  losses from one GPU's"
-    )
-    one = next((row for row in rows if row["mesh"] == "one"), None)
-    for row in rows:
-        apart = np.abs(np.subtract(row["losses"], one["losses"])) if one else np.full(len(row["losses"]), np.nan)
-        row["speed_up"] = one["step_ms"] / row["step_ms"] if one else float("nan")
-        print(
-            f"{row['mesh']:20}{row['step_ms']:10.1f}{row['tokens_per_second']:10,.0f}{row['speed_up']:10.2f}"
-            f"{row['peak_bytes'] / 2**30:7.1f}{row['compile_s']:11.0f}  first {apart[0]:.1e}, worst {apart.max():.1e}"
-        )
+        print(line_of(rows[-1], rows[0]), flush=True)
     print(f"written to {write_results('meshes', rows)}")
+
+
+def line_of(row: dict[str, Any], one: dict[str, Any]) -> str:
+    """A line of the table; `one` is the first that ran."""
+    apart = np.abs(np.subtract(row["losses"], one["losses"]))
+    row["speed_up"] = one["step_ms"] / row["step_ms"]
+    return (
+        f"{row['mesh']:20}{row['step_ms']:10.1f}{row['tokens_per_second']:10,.0f}{row['speed_up']:10.2f}"
+        f"{row['peak_bytes'] / 2**30:7.1f}{row['compile_s']:11.0f}  first {apart[0]:.1e}, worst {apart.max():.1e}"
+    )
 
 
 if __name__ == "__main__":

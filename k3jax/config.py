@@ -338,7 +338,7 @@ class TrainConfig:
     "products" of every layer what goes into and comes out of its matrix products, KDA, attention and the experts;
     "sublayer" and "layer" the input of every sublayer or layer, and the results of KDA, attention and the experts;
     "block" the input of every AttnRes block. The rest is computed a second time."""
-    remat_policy: dict[str, RematAction] = field(default_factory=dict)
+    remat_policy: dict[str, RematAction] = field(default_factory=dict, hash=False)
     """What the preset does otherwise with the arrays of a name: {"kda": "offload", "operand": "fp8"}, on the command
     line `--train.remat-policy kda offload operand fp8`.
 

@@ -26,7 +26,7 @@ from k3jax.config import ConfigError, RunConfig, from_dict
 from k3jax.data.sources import DataError
 from k3jax.data.tokenizers import StreamDecoder, Tokenizer, check_tokens, load_tokenizer
 from k3jax.model.k3 import K3, Cache, init_cache
-from k3jax.sharding import shardings
+from k3jax.sharding import place, shardings
 from k3jax.train.state import abstract_params
 
 _BUCKET = 64  # prompts are padded on the left to a multiple, so that few lengths are compiled
@@ -93,7 +93,7 @@ def prefill(
     """Logits after the last token [B, V] and the filled cache; padding stands on the left."""
     x, aux = model.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache)
     assert aux.cache is not None
-    return model.logits(x[:, -1]), aux.cache
+    return place(model.logits(x[:, -1:])[:, 0]), aux.cache
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -101,7 +101,7 @@ def decode(model: K3, router_bias: jax.Array, token_B: jax.Array, cache: Cache) 
     """Logits after one more token [B, V] and the cache with it."""
     x, aux = model.features(token_B[:, None], router_bias=router_bias, cache=cache)
     assert aux.cache is not None
-    return model.logits(x[:, -1]), aux.cache
+    return place(model.logits(x[:, -1:])[:, 0]), aux.cache
 
 
 _sample = jax.jit(sample)

@@ -84,14 +84,19 @@ def test_sizes_of_the_release_are_reproduced():
     ],
 )
 def test_memory_of_the_proxy_is_within_15_percent(train, batch, gib):
-    found = {row["kind"]: row["gib"] for row in predict(proxy_config(batch, **train))}
+    found = {
+        row["kind"]: row["gib"] for row in predict(proxy_config(batch, **({"remat": "layer", "unroll": False} | train)))
+    }
     assert found["arguments"] == pytest.approx(13.36, abs=0.01)
     assert found["peak"] == pytest.approx(gib, rel=0.15)
 
 
 @pytest.mark.parametrize(("fsdp", "arguments", "gib"), [(False, 9.93, 36.8), (True, 6.68, 27.8)])
 def test_memory_of_the_proxy_on_two_devices_is_within_15_percent(fsdp, arguments, gib):
-    found = {row["kind"]: row["gib"] for row in predict(proxy_config(8), MeshConfig(data=2, fsdp=fsdp))}
+    found = {
+        row["kind"]: row["gib"]
+        for row in predict(proxy_config(8, remat="layer", unroll=False), MeshConfig(data=2, fsdp=fsdp))
+    }
     assert found["arguments"] == pytest.approx(arguments, abs=0.01)
     assert found["peak"] == pytest.approx(gib, rel=0.15)  # compiled for two H200s
 

@@ -40,7 +40,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(main, capsys, argument
         (["--train.accumulation", "3"], "ConfigError: train.accumulation 3 must divide"),
         (["--data.source", "/nowhere"], "DataError: data.source '/nowhere'"),
         (["--data.tokenizer", "/nowhere"], "DataError: data.tokenizer"),
-        (["--mesh.tensor", "2"], "ConfigError: "),
+        (["--mesh.tensor", "3"], "ConfigError: data.sequence_length 256 must be a multiple of"),
         (["--model.vocab-size", "300"], "DataError: tokenizer bytes"),
         (["--model.dtype", "float64"], "ConfigError: float64 needs JAX_ENABLE_X64=1"),
     ],

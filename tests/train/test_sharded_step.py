@@ -173,7 +173,7 @@ def test_state_is_cut_over_the_devices_and_the_table_says_how(x64):
         f"segments/{name}" for name in ("0/runs/0/ffn/w1", "0/runs/0/mixer/q_proj", "1/runs/0/mixer/q_b")
     )
     for tensor, axes, spec in (
-        (bank, ("layers", "expert", "latent", "mlp"), P(None, ("data",), None, None)),
+        (bank, ("layers", "expert", "latent", "expert_mlp"), P(None, ("data",), None, None)),
         (heads, ("layers", "embed", "heads", "kda_key"), P(None, None, ("data",), None)),
         (lora, ("layers", "lora", "heads", "qk"), P(None, ("data",), None, None)),  # two heads
     ):
@@ -186,7 +186,7 @@ def test_state_is_cut_over_the_devices_and_the_table_says_how(x64):
             assert row.bytes_per_device * 8 == row.bytes or all(n % 8 for n in row.shape), row
     lines = placement_lines(list(cut.values()))
     (line,) = (line for line in lines if line.startswith(bank + " "))
-    assert line.split() == [bank, "2×8×16×16", "layers", "expert", "latent", "mlp"] + [
+    assert line.split() == [bank, "2×8×16×16", "layers", "expert", "latent", "expert_mlp"] + [
         *("(-,", "data,", "-,", "-)", f"{8 * 2 * 16 * 16:,}"),
         *("trace", "(-,", "data,", "-,", "-)", f"{8 * 2 * 16 * 16:,}"),
     ]
