@@ -5,13 +5,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.ops import mosaic
 from k3jax.ops.kda import kda, pallas
 from k3jax.ops.kda.pallas_prep import Prepared
 from k3jax.ops.kda.pallas_scan import Borders, scan
 from k3jax.ops.mosaic import h200_mesh
+from k3jax.ops.remat import checkpoint_name, policy
 
 OPTIONS = {"beta_is_logit": True, "qk_l2norm": True, "return_final_state": True}
 KERNELS = {"gate": "lower_bound", "implementation": "pallas_interpret"}
@@ -271,7 +271,7 @@ def test_rematerialisation_that_keeps_kernels_looks_for_no_state_of_a_segment_ag
         launches(policy)
         for policy in (
             policies.everything_saveable,
-            policies.save_only_these_names("kda"),
+            policy({"kda": "save"}),
             policies.nothing_saveable,
         )
     )
