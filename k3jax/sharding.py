@@ -27,7 +27,7 @@ from k3jax.config import ConfigError, MeshConfig
 
 AXES = ("pipe", "data", "expert", "context", "tensor")
 _BATCH = ("data", "expert")
-_COPIES = ("data", "expert", "context", "tensor")
+COPIES = ("data", "expert", "context", "tensor")
 """Mesh axes over which a parameter that does not use them lies in equal copies, unless it rests cut."""
 
 
@@ -122,7 +122,7 @@ def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
     return ("layers",) * (len(variable.shape) - len(axes)) + axes
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def names(entry: Any) -> tuple[str, ...]:
     """The mesh axes in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -161,9 +161,9 @@ def rest_spec(
     Raises:
         ConfigError: see `strict`, and `used_spec`.
     """
-    entries = [_names(entry) for entry in used_spec(tensor, shape, axes, sizes)]
+    entries = [names(entry) for entry in used_spec(tensor, shape, axes, sizes)]
     used = {a for entry in entries for a in entry}
-    cut = tuple(a for a in _COPIES if sizes.get(a, 1) > 1 and a not in used)
+    cut = tuple(a for a in COPIES if sizes.get(a, 1) > 1 and a not in used)
     for name, rule in RULES.items():
         if not cut or not rule.rests or name not in axes:
             continue
@@ -178,7 +178,7 @@ def rest_spec(
             raise ConfigError(
                 f"{tensor} {list(shape)}: its axis {name!r} of {shape[place]} cannot be cut over "
                 f"{' × '.join(f'{a} {sizes[a]}' for a in over)} = {ways} devices, as mesh.fsdp asks; legal are "
-                f"{' × '.join(_COPIES)} in {legal}, or mesh.fsdp False"
+                f"{' × '.join(COPIES)} in {legal}, or mesh.fsdp False"
             )
     return P(*(entry or None for entry in entries))
 
@@ -223,7 +223,7 @@ def is_at_rest(tree: Any) -> bool:
     if mesh.empty:
         return False
     places = shardings(tree, mesh)
-    return any(jax.typeof(x).sharding.spec != place.spec for x, place in zip(*map(jax.tree.leaves, (tree, places))))
+    return any(layout(x) != place.spec for x, place in zip(*map(jax.tree.leaves, (tree, places))))
 
 
 def gathered[T](tree: T) -> T:
@@ -231,22 +231,21 @@ def gathered[T](tree: T) -> T:
 
     Call it inside what is rematerialised: otherwise the backward pass keeps what was gathered.
     """
-    if not is_at_rest(tree):
-        return tree
-    return jax.tree.map(jax.sharding.reshard, tree, shardings(tree, jax.sharding.get_abstract_mesh()))
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.empty else jax.tree.map(lambda x, p: _laid_out(x, p.spec), tree, shardings(tree, mesh))
 
 
 def parallel_axes() -> tuple[str, ...]:
     """Mesh axes larger than 1 that parameters and their state may be cut over."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return tuple(a for a in _COPIES if sizes.get(a, 1) > 1)
+    return tuple(a for a in COPIES if sizes.get(a, 1) > 1)
 
 
 def axes_of(x: jax.Array, *dimensions: int) -> tuple[str, ...]:
     """Mesh axes that these dimensions of `x` are cut over, in order; all dimensions if none is named."""
-    entries = jax.typeof(x).sharding.spec
+    entries = layout(x)
     named = (entries[d] for d in dimensions or range(len(entries)))
-    return tuple(a for entry in named for a in _names(entry))
+    return tuple(a for entry in named for a in names(entry))
 
 
 def place[T](tree: T, *entries: Any) -> T:
@@ -256,31 +255,30 @@ def place[T](tree: T, *entries: Any) -> T:
     return jax.tree.map(lambda x: jax.sharding.reshard(x, P(*entries)), tree)
 
 
-def whole_sequence[T](x: T) -> T:
+def whole_sequence(x: jax.Array) -> jax.Array:
     """Activations [B, T, …] with T cut over "context" only; the rest of the mesh then cuts heads or columns."""
-
-    def gather(x: jax.Array) -> jax.Array:
-        if "tensor" not in axes_of(x, 1):
-            return x
-        batch, time, *rest = jax.typeof(x).sharding.spec
-        return place(x, batch, tuple(a for a in _names(time) if a != "tensor") or None, *rest)
-
-    return jax.tree.map(gather, x)
+    if "tensor" not in axes_of(x, 1):
+        return x
+    batch, time, *rest = layout(x)
+    return place(x, batch, tuple(a for a in names(time) if a != "tensor") or None, *rest)
 
 
 def contract(subscripts: str, a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
     """A product [B, T, …] that sums over an axis which may be cut over "tensor", in the layout of `like`."""
     if not axes_of(b):
         return place_like(jnp.einsum(subscripts, a, b), like)
-    batch, time, *_ = jax.typeof(a).sharding.spec
+    batch, time, *_ = layout(a)
     out = NamedSharding(jax.sharding.get_abstract_mesh(), P(batch, time))
     return place_like(jnp.einsum(subscripts, a, b, out_sharding=out), like)
 
 
 def place_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` in the layout of `other`."""
-    spec = jax.typeof(other).sharding.spec
-    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
+    return _laid_out(x, layout(other))
+
+
+def _laid_out(x: jax.Array, spec: P) -> jax.Array:
+    return x if layout(x) == spec else jax.sharding.reshard(x, spec)
 
 
 def island(fn: Callable[..., Any], *args: Any, out: Any) -> Any:
@@ -319,8 +317,7 @@ def embed_lookup(table_VD: jax.Array, ids_BT: jax.Array, *, split: bool = True) 
     """
     ids = jax.typeof(ids_BT).sharding
     if not axes_of(table_VD):
-        x = table_VD.at[ids_BT].get(out_sharding=NamedSharding(ids.mesh, P(*ids.spec, None)))
-        return x
+        return table_VD.at[ids_BT].get(out_sharding=NamedSharding(ids.mesh, P(*ids.spec, None)))
     (axis,) = axes_of(table_VD)
 
     def local(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

@@ -18,15 +18,9 @@ import jax
 
 from k3jax.config import ConfigError, LayerSpec, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 from k3jax.model.plan import plan_layers
-from k3jax.sharding import RULES, logical_axes
+from k3jax.sharding import COPIES, logical_axes, names, rest_spec, used_spec
 from k3jax.train.optimizer import LEAVES, Group, make_optimizer, path_names
 from k3jax.train.state import abstract_params
-
-TENSOR = ("heads", "mlp", "vocab")
-"""Logical axes that `tensor` cuts, but in banks of experts."""
-COPIES = ("data", "expert", "context", "tensor")
-"""Mesh axes over which a parameter lies in copies, where it does not use them."""
-_NEVER_AT_REST = ("batch", "time", "sequence", "layers", "conv")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,25 +124,15 @@ def kinds_of_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 @functools.cache
 def cut(leaf: Leaf, mesh: MeshConfig) -> Cut:
     """How a mesh cuts a parameter that it can cut (`refusals`)."""
-    over: dict[int, tuple[str, ...]] = {}
-    if leaf.is_bank:
-        over[0] = ("expert",)
-    else:
-        over |= {i: ("tensor",) for i, axis in enumerate(leaf.axes) if axis in TENSOR}
-    over = {i: axes for i, axes in over.items() if ways(mesh, axes) > 1}
-    taken = {axis for axes in over.values() for axis in axes}
-    local = [size // ways(mesh, over.get(i, ())) for i, size in enumerate(leaf.shape)]
-    copies = tuple(axis for axis in COPIES if axis not in taken and getattr(mesh, axis) > 1)
-    used, count = math.prod(local), ways(mesh, copies)
-    place = None
-    for name in RULES:  # the first that can be, as `k3jax.sharding.rest_spec`
-        if place is None and name in leaf.axes and name not in _NEVER_AT_REST:
-            place = leaf.axes.index(name) if local[leaf.axes.index(name)] % count == 0 else None
-    if place is None:
-        return Cut(used, used, copies, tuple(over.items()))
-    if copies:
-        over[place] = (*over.get(place, ()), *copies)
-    return Cut(used, used // count, copies, tuple(sorted(over.items())))
+    sizes = {axis: getattr(mesh, axis) for axis in COPIES}
+    described = (leaf.tensor, leaf.shape, leaf.axes, sizes)
+    used, rest = ([names(entry) for entry in spec] for spec in (used_spec(*described), rest_spec(*described)))
+    taken = {axis for axes in used for axis in axes}
+    return Cut(
+        *(math.prod(n // ways(mesh, axes) for n, axes in zip(leaf.shape, over)) for over in (used, rest)),
+        copies=tuple(axis for axis in COPIES if axis not in taken and sizes[axis] > 1),
+        by_axis=tuple((i, axes) for i, axes in enumerate(rest) if axes),
+    )
 
 
 def ways(mesh: MeshConfig, axes: Sequence[str]) -> int:

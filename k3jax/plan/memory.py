@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from k3jax.config import LayerSpec, MeshConfig, ModelConfig, Remat, RunConfig
 from k3jax.model.plan import plan_layers
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import COPIES, Leaf, Stage, cut, kinds_of_layers, muon_blocks, ways
+from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks, ways
+from k3jax.sharding import COPIES
 
 Phase = Literal["backward", "loss", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

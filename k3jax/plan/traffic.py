@@ -20,8 +20,9 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots
-from k3jax.plan.layout import COPIES, Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages, ways
+from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks, stages, ways
 from k3jax.plan.memory import forwards_again, moe_layers_of, outside_loops, rows_routed, shape_of
+from k3jax.sharding import COPIES
 
 Op = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "permute"]
 

@@ -24,10 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3, Aux, Stage
 from k3jax.model.plan import plan_layers
-from k3jax.ops.common import sharding_of
 from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
-from k3jax.sharding import all_sum, axes_of, gathered, island, layout, spec, to_rest, whole_sequence
+from k3jax.sharding import all_sum, axes_of, gathered, island, layout, place_like, spec, to_rest, whole_sequence
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
 from k3jax.train.state import TrainState, moved
 
@@ -251,7 +250,7 @@ def apply_gradients(
         params = cast(K3, optax.apply_updates(old, updates))
         if threshold is not None:
             params = qk_clip(params, sums.max_logit, threshold, rows)
-        params = jax.tree.map(_placed_like, params, state.params)
+        params = jax.tree.map(place_like, params, state.params)
     with jax.named_scope("balancing"):
         k = config.model.moe.experts_per_token
         router_bias = qb_update(sums.histogram, state.router_bias, experts_per_token=k)
@@ -262,11 +261,6 @@ def kept_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
     """`new`, or `old` after a step that is not finite."""
     with jax.named_scope("optimizer"):
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-
-def _placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    sharding = sharding_of(other)
-    return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool | str] | None:
