@@ -297,6 +297,8 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     muon_ns_steps: int = 5
     muon_ns_dtype: DType = "float32"
+    muon_ns_implementation: Literal["xla", "pallas"] | None = None
+    """Of the iteration in bfloat16; None: the kernel where it runs (Hopper), for blocks whose shape it takes."""
     muon_rms: float = 0.2
     """Target RMS of a Muon update before the learning rate (Moonlight's match to AdamW)."""
     muon_split_outputs: bool = False

@@ -56,6 +56,12 @@ def xla_or_pallas(
     return "xla" if reason else "pallas"
 
 
+def multiprocessors() -> int:
+    """Of the device that is traced for: the default one, or an abstract mesh's."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return (abstract.num_cores if abstract else None) or jax.devices()[0].core_count
+
+
 def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms of a row-major shared-memory tile with this many columns that wgmma and TMA both accept."""
     width = min(128, columns * jnp.dtype(dtype).itemsize)

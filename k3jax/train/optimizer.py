@@ -33,10 +33,11 @@ import numpy as np
 import optax
 
 from k3jax.config import OptimizerConfig
+from k3jax.ops.newton_schulz import newton_schulz, normalized, resolve_implementation
 from k3jax.sharding import axes_of, parallel_axes
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration (Moonlight §2.1)."""
+LARGE = 2**25
+"""Entries of a leaf whose blocks are not joined with those of others for the Newton-Schulz kernel."""
 
 Group = Literal["muon_head", "muon_matrix", "muon_expert", "adamw"]
 GROUPS: tuple[Group, ...] = ("muon_head", "muon_matrix", "muon_expert", "adamw")
@@ -223,9 +224,13 @@ def _orthogonalize_tree(updates: Any, config: OptimizerConfig) -> Any:
     devices = parallel_axes()
     together: dict[Any, list[int]] = {}
     for i, ((_, update), layout) in enumerate(zip(flat, layouts)):
-        together.setdefault((_block_shape(update, layout), _cuts(update, layout, devices)), []).append(i)
+        shape, cuts = _block_shape(update, layout), _cuts(update, layout, devices)
+        # XLA wants all blocks of a shape in one call; the kernel does not, and joining takes time and memory
+        implementation = resolve_implementation(config.muon_ns_implementation, shape, config.muon_ns_dtype)
+        alone = implementation == "pallas" and not cuts and update.size > LARGE
+        together.setdefault((shape, cuts, i if alone else None), []).append(i)
     out: list[Any] = [None] * len(flat)
-    for (shape, cuts), members in together.items():
+    for (shape, cuts, _), members in together.items():
         group = _Blocks(tuple(layouts[i] for i in members), shape, cuts)
         orthogonalize = functools.partial(_orthogonalize, group=group, config=config)
         arrays = [flat[i][1] for i in members]
@@ -266,7 +271,8 @@ def _orthogonalize(updates: list[jax.Array], group: _Blocks, config: OptimizerCo
     for cut in group.cuts:
         counts.append(len(blocks))
         blocks = _to_owners(blocks, *cut)
-    blocks, scale = newton_schulz(normalized(blocks) if group.cuts else blocks, config.muon_ns_steps)
+    blocks = normalized(blocks) if group.cuts else blocks
+    blocks, scale = newton_schulz(blocks, config.muon_ns_steps, config.muon_ns_implementation)
     for cut, count in zip(reversed(group.cuts), reversed(counts)):
         blocks = _from_owners(blocks, *cut)[:count]
     scale *= config.muon_rms * math.sqrt(max(group.shape))
@@ -296,52 +302,3 @@ def _from_owners(blocks: jax.Array, cut: Literal["r", "c", ""], devices: tuple[s
     if not cut:
         return jax.lax.all_gather(blocks, devices, tiled=True)
     return jax.lax.all_to_all(blocks, devices, "brc".index(cut), 0, tiled=True)
-
-
-def normalized(x: jax.Array) -> jax.Array:
-    """Blocks [..., rows, columns] over their Frobenius norms."""
-    # written once: XLA would otherwise form it twice from the gradient and a copy of the momentum, four times the bytes
-    x = jax.lax.optimization_barrier(x)
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    norm = jnp.sqrt(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True))
-    return (x32 / (norm + 1e-8)).astype(x.dtype)
-
-
-def newton_schulz(y: jax.Array, steps: int) -> tuple[jax.Array, float]:
-    """The quintic iteration X ← a X + b G X + c G² X, G = X Xᵀ (Moonlight §2.1).
-
-    It runs on Y = X / aᵏ after k steps, so that what is added never has a factor:
-
-        G = Y Yᵀ        V = γ G Y + Y        Y ← β G V + Y        β = b/a · a²ᵏ        γ = c/b · a²ᵏ
-
-    A GPU's matrix product multiplies by a constant and adds an array on its way out: a step is three products and no
-    other pass over memory. XLA folds a constant into one product of a program only, for arrays of one shape; so none is
-    used twice, and all blocks of one shape go through one call. One with more rows than columns has G = Yᵀ Y on its
-    right.
-
-    Args:
-        y: `normalized` blocks [..., rows, columns], multiplied in their dtype. XLA folds with one leading axis only.
-
-    Returns:
-        Y in the same dtype, and the factor of it that makes the result: a to the power of `steps`.
-    """
-    a, b, c = NEWTON_SCHULZ
-    batch, tall = tuple(range(y.ndim - 2)), y.shape[-2] > y.shape[-1]
-    # TF32 would make the float32 setting a lie on NVIDIA GPUs
-    precision = None if y.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-
-    def product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        contracted = ((y.ndim - 2 + axes[0],), (y.ndim - 2 + axes[1],))
-        return jax.lax.dot_general(left, right, (contracted, (batch, batch)), precision=precision)
-
-    def step(y: jax.Array, beta: jax.Array, gamma: jax.Array) -> jax.Array:
-        gram = product(y, y, (0, 0) if tall else (1, 1))
-        times = (lambda v: product(v, gram, (1, 0))) if tall else (lambda v: product(gram, v, (1, 0)))
-        return times(times(y) * gamma + y) * beta + y
-
-    betas, gammas = (np.asarray([f * a ** (2 * k) for k in range(steps)], y.dtype) for f in (b / a, c / b))
-    if y.dtype != jnp.bfloat16:  # nothing is folded, and a loop takes half the time to compile
-        return jax.lax.scan(lambda y, f: (step(y, *f), None), y, (jnp.asarray(betas), jnp.asarray(gammas)))[0], a**steps
-    for k in range(steps):
-        y = step(y, jnp.asarray(betas[k]), jnp.asarray(gammas[k]))
-    return y, a**steps

@@ -16,7 +16,7 @@ from k3jax.data.bits import reference_bits_per_byte, sample_text
 from k3jax.data.loader import TextData
 from k3jax.model.kda import TAILS, beside_kda, kda_cache
 from k3jax.model.moe import resolve_moe
-from k3jax.ops import attention, attn_res_pallas, cross_entropy, kda, mosaic, norms, short_conv
+from k3jax.ops import attention, attn_res_pallas, cross_entropy, kda, mosaic, newton_schulz, norms, short_conv
 from k3jax.ops.kda.decode import resolve_decode
 from k3jax.train import flops
 from k3jax.train.metrics import count
@@ -36,6 +36,7 @@ def implementations(config: RunConfig) -> dict[str, str]:
             **_attention(config.model),
             "experts": resolve_moe(config.model),
             "attention residuals": _attention_residuals(config),
+            "newton-schulz": _newton_schulz(config),
             "cross-entropy": f"{cross_entropy.default_implementation()} ({config.train.loss_chunk} tokens)",
         }
     except ValueError as error:
@@ -84,6 +85,13 @@ def _attention_residuals(config: RunConfig) -> str:
     shape = (*_tokens(config), model.hidden_size)
     reason = attn_res_pallas.why_not(shape, jnp.dtype(model.dtype)) or mosaic.why_not_here()
     return "xla" if reason else "xla forward, pallas backward"
+
+
+def _newton_schulz(config: RunConfig) -> str:
+    moe, muon = config.model.moe, config.optimizer
+    block = (moe.latent_size or config.model.hidden_size, moe.expert_size)
+    chosen = newton_schulz.resolve_implementation(muon.muon_ns_implementation, block, muon.muon_ns_dtype)
+    return f"{chosen} ({muon.muon_ns_dtype}; of the experts, {block[0]} × {block[1]})"
 
 
 def _memory(config: RunConfig) -> str:

@@ -16,11 +16,8 @@ from k3jax.config import ModelConfig, OptimizerConfig, nano
 from k3jax.train.optimizer import (
     GROUPS,
     LEAVES,
-    NEWTON_SCHULZ,
     make_optimizer,
     make_schedule,
-    newton_schulz,
-    normalized,
     path_names,
     qk_clip,
     update_rms,
@@ -151,28 +148,6 @@ def test_bfloat16_newton_schulz_is_close_and_keeps_a_float32_momentum():
         error = jnp.linalg.norm(half[name] - full[name]) / jnp.linalg.norm(full[name])
         # The quintic's relative slope reaches 5 near a singular value of 1.2, so it amplifies bfloat16's 2^-8.
         assert error < 0.05, (name, error)
-
-
-@pytest.mark.parametrize("shape", [(3, 48, 48), (3, 96, 32), (2, 2, 32, 96)])
-def test_newton_schulz_without_factors_is_the_quintic_iteration(x64, shape):
-    x = normal(3, shape).astype(jnp.float64)
-    y, factor = newton_schulz(normalized(x), 5)
-    assert y.dtype == x.dtype
-    for block, got in zip(x.reshape(-1, *shape[-2:]), (factor * y).reshape(-1, *shape[-2:])):
-        (expected,) = plain_muon([np.asarray(block) / 1.95], rms=-1 / math.sqrt(max(shape)))
-        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_a_step_in_bfloat16_is_three_products_with_constants_of_their_own():
-    """What XLA needs to fold every factor and every sum into the products."""
-    jaxpr = jax.make_jaxpr(lambda x: newton_schulz(x, 5)[0])(jnp.ones((4, 16, 16), jnp.bfloat16))
-    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-    assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16] * 15
-    after = [e for e in jaxpr.eqns[jaxpr.eqns.index(products[0]) :] if e.primitive.name != "dot_general"]
-    assert sorted({e.primitive.name for e in after} - {"convert_element_type", "broadcast_in_dim"}) == ["add", "mul"]
-    a, b, c = NEWTON_SCHULZ
-    factors = {float(jnp.bfloat16(f * a ** (2 * k))) for k in range(5) for f in (b / a, c / b)}
-    assert len(factors) == 10
 
 
 def test_a_block_without_gradient_gets_no_update():

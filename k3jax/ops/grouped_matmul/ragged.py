@@ -26,7 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.ops.mosaic import Kit, smem
+from k3jax.ops.mosaic import Kit, multiprocessors, smem
 
 HALF = 64  # rows of one consumer warpgroup: the height of wgmma
 ALIGN = 8  # rows of a swizzled tile
@@ -58,8 +58,7 @@ class Tiling:
     def grid(self) -> int:
         if self.blocks is not None:
             return self.blocks
-        abstract = jax.sharding.get_abstract_mesh().abstract_device
-        return (abstract.num_cores if abstract else None) or jax.devices()[0].core_count
+        return multiprocessors()
 
 
 DEFAULT = Tiling()
