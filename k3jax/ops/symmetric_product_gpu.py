@@ -11,6 +11,7 @@ Legend: n matrices, M rows of each, K columns, T tiles of one product, S steps o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def why_not(rows: int, columns: int, dtype: Any) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))  # lowered once for all products of a shape
 def symmetric_product(
     a_nMK: jax.Array, coefficients: jax.Array | None = None, *, interpret: bool = False, blocks: int | None = None
 ) -> jax.Array:

@@ -38,7 +38,7 @@ def test_kernels_are_named_where_they_run(monkeypatch):
     monkeypatch.setattr(cudnn, "refusal", lambda *_: None)
     monkeypatch.setattr(peak, "refusal", lambda *_: None)
     muon = OptimizerConfig(muon_ns_dtype="bfloat16")
-    config = RunConfig(proxy(), DataConfig(sequence_length=4096, batch_size=4), muon)
+    config = RunConfig(proxy(), DataConfig(sequence_length=4096, batch_size=4), optimizer=muon)
     assert implementations(config) == dict.fromkeys(OPS, "pallas") | {
         "attention": "cudnn",
         "largest logit": "mosaic",
