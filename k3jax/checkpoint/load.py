@@ -1,0 +1,304 @@
+"""Models from directories in the released layout, streamed into the shards of the current mesh.
+
+    loaded = load_pretrained("Kimi-K3", experts="packed")
+    logits = loaded.model(tokens, router_bias=loaded.router_bias)
+
+Each process reads the byte ranges that its devices hold, a few MiB at a time, and turns them into the parameter's
+layout on threads. On a CPU the pieces are written where the array will be; elsewhere they are collected in staging
+buffers that are copied into the device's shard. Either way the host holds at most `HOST_BYTES` besides its arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, leaves
+from k3jax.checkpoint.preflight import Checkpoint, preflight
+from k3jax.checkpoint.safetensors_io import Range, Reader, covering
+from k3jax.checkpoint.store import from_paths, to_paths
+from k3jax.model.k3 import K3
+from k3jax.sharding import shardings
+
+HOST_BYTES = 1 << 30
+"""Most host memory that an import takes beside the arrays it returns (and beside the headers of the shards)."""
+_STAGE = 256 << 20  # two of these are in flight
+_TASK = 16 << 20  # a thread holds one of these, and a part of it in another dtype
+_THREADS = min(16, 2 * (os.cpu_count() or 1))
+_ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model from a directory in the released layout."""
+
+    model: K3
+    router_bias: jax.Array
+    """[MoE layers, E] float32."""
+    checkpoint: Checkpoint
+    """What the directory holds; `checkpoint.lines()` says it in words."""
+
+
+def load_pretrained(
+    directory: str | Path,
+    *,
+    fsdp: bool = False,
+    any_float: bool = False,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Pretrained:
+    """Model and router biases from a directory in the released layout (Kimi K3 or Kimi-Linear).
+
+    Arrays land on the current mesh, or on the first device when none is set. Nothing is returned unless all of it was
+    read and is finite. Vision tensors are checked and not loaded.
+
+    Args:
+        fsdp: parameters in their layout at rest, as `MeshConfig.fsdp`.
+        any_float: see `preflight`.
+        progress: called with numbers of bytes as they are read, from several threads.
+        overrides: fields of `ModelConfig`, e.g. `param_dtype="float32"`; the dtypes are otherwise the checkpoint's.
+
+    Raises:
+        CheckpointFormatError: see `preflight`; also NaN or infinite weights, and padding of `A_log` that is not zero.
+        ConfigError: a parameter that the mesh cannot cut.
+    """
+    checkpoint = preflight(directory, any_float=any_float)
+    config = dataclasses.replace(checkpoint.config, **overrides)
+    if leaves(config, "") != leaves(checkpoint.config, ""):
+        raise CheckpointFormatError(f"{directory}: {overrides} changes the shapes of parameters")
+    shapes = {"params": jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0)))}
+    shapes[ROUTER_BIAS] = jax.ShapeDtypeStruct((config.num_moe_layers, config.moe.num_experts), jnp.float32)
+    mesh = jax.sharding.get_mesh()
+    device = SingleDeviceSharding(jax.devices()[0])
+    places = (
+        jax.tree.map(lambda _: device, shapes)
+        if mesh.empty
+        else shardings(shapes, mesh, at_rest=fsdp, strict=fsdp)
+    )
+    abstract, placed = _flat(to_paths(shapes)), _flat(to_paths(places))
+    arrays: dict[str, jax.Array] = {}
+    with _Importer(checkpoint, progress) as importer:
+        for found in checkpoint.leaves:
+            path = found.path if found.path == ROUTER_BIAS else f"params.{found.path}"
+            arrays[path] = importer.load(found, placed[path], abstract[path].dtype)
+    if not config.num_moe_layers:
+        arrays[ROUTER_BIAS] = jnp.zeros(shapes[ROUTER_BIAS].shape, jnp.float32)
+    loaded = from_paths(shapes, _nested(arrays))
+    return Pretrained(loaded["params"], loaded[ROUTER_BIAS], checkpoint)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return out
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of a parameter on the host: where it lies in the whole, and the array to fill."""
+
+    ranges: tuple[Range, ...]
+    array: np.ndarray
+
+
+class _Importer:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        self._tensors = checkpoint.tensors
+        self._progress = progress or (lambda _: None)
+        self.reader = Reader()
+        self._threads = ThreadPoolExecutor(_THREADS, "k3jax-import")
+
+    def __enter__(self) -> _Importer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self.reader.close()
+
+    def load(self, found: Leaf, sharding: Any, dtype: Any) -> jax.Array:
+        """The parameter (or router bias) as an array of this sharding."""
+        shape = (*found.stack, *(found.held[axis] for axis in found.order))
+        if found.template.endswith("A_log"):
+            self._check_tails(found)
+        local = sharding.shard_shape(shape)
+        shards = _shards(sharding, shape)
+        size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
+        if size <= _STAGE or jax.devices()[0].platform == "cpu":
+            parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
+            self._fill(found, list(parts.values()))
+            return _assemble(shape, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
+        array = _uninitialised(shape, dtype, sharding)
+        in_flight: deque[jax.Array] = deque()
+        for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
+            if len(in_flight) > 1:
+                jax.block_until_ready(in_flight.popleft())
+            parts = {}
+            for ranges in shards:
+                mine = tuple((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block))
+                parts[ranges] = _Part(mine, _empty(block, dtype))
+            self._fill(found, list(parts.values()))
+            whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
+            chunk = _assemble(whole, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
+            array, done = _placing(sharding)(array, chunk, np.array(start, np.int32))
+            in_flight.append(done)
+        return array
+
+    def _fill(self, found: Leaf, parts: list[_Part]) -> None:
+        """Reads everything that the parts need, each byte once."""
+        stack = len(found.stack)
+        jobs: dict[tuple, list[tuple[np.ndarray, tuple[Range, ...]]]] = {}
+        for part in parts:
+            view = [part.ranges[stack + found.order.index(axis)] for axis in range(len(found.view))]
+            if found.window is not None:
+                axis, begin, _ = found.window
+                view[axis] = (view[axis][0] + begin, view[axis][1] + begin)
+            target = found.to_view(part.array)
+            for index in np.ndindex(*(stop - start for start, stop in part.ranges[:stack])):
+                place = tuple(i + start for i, (start, _) in zip(index, part.ranges))
+                itemsize = 2  # of the smallest floating dtype
+                key = (place, covering(found.view, view, itemsize))
+                jobs.setdefault(key, []).append((target[index], tuple(view)))
+        futures = []
+        for (place, ranges), targets in jobs.items():
+            name = found.name(*place)
+            row = 4 * math.prod(stop - start for start, stop in ranges[1:])
+            for start, stop in _split(ranges[0], max(_TASK // row, 1)):
+                block = ((start, stop), *ranges[1:])
+                futures.append(self._threads.submit(self._job, name, found.view, block, targets))
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+        for future in done:
+            future.result()
+
+    def _job(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], targets: list) -> None:
+        """Reads a block of rows of one tensor and writes it where it belongs."""
+        info = self._tensors[name]
+        raw = self.reader.read(name, info, view, ranges)
+        first, last = ranges[0]
+        rows = max(_ROWS // max(math.prod(view[1:-1]), 1), 1) if len(view) > 1 else last - first
+        for start, stop in _split((first, last), rows):
+            block = raw[start - first : stop - first]
+            if not _finite(block):
+                raise CheckpointFormatError(f"{info.file}: {name} holds NaN or infinity")
+            for target, wanted in targets:
+                begin, end = max(start, wanted[0][0]), min(stop, wanted[0][1])
+                if begin < end:
+                    columns = tuple(slice(w[0] - r[0], w[1] - r[0]) for w, r in zip(wanted[1:], ranges[1:]))
+                    target[begin - wanted[0][0] : end - wanted[0][0]] = block[(slice(begin - start, end - start), *columns)]
+        self._progress(raw.nbytes)
+
+    def _check_tails(self, found: Leaf) -> None:
+        heads = found.held[0]
+        for name in found.names():
+            info = self._tensors[name]
+            stored = math.prod(info.shape)
+            if stored > heads and np.any(self.reader.read(name, info, (stored,), ((heads, stored),))):
+                raise CheckpointFormatError(
+                    f"{info.file}: {name} holds values for {heads} heads and padding, which must be zero and is not"
+                )
+
+
+def _finite(block: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite; on the bits, which is several times as fast for bfloat16."""
+    if block.dtype == ml_dtypes.bfloat16:
+        return bool(np.max(block.view(np.uint16) & np.uint16(0x7F80), initial=0) < 0x7F80)
+    return bool(np.all(np.isfinite(block)))
+
+
+def _split(whole: Range, size: int) -> Iterator[Range]:
+    for start in range(*whole, size):
+        yield start, min(start + size, whole[1])
+
+
+def _shards(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[Range, ...], list[jax.Device]]:
+    """The different blocks that devices of this process hold, and which do."""
+    out: dict[tuple[Range, ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+        out.setdefault(ranges, []).append(device)
+    return out
+
+
+def _assemble(shape: tuple[int, ...], sharding: Any, shards: dict, arrays: dict[Any, np.ndarray]) -> jax.Array:
+    pieces = [jax.device_put(arrays[ranges], device) for ranges, devices in shards.items() for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Uninitialised memory that a CPU device takes over without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _uninitialised(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.empty(shape, dtype), out_shardings=sharding)()
+
+
+@lru_cache
+def _placing(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Writes each device's part of a chunk at the same place of its shard; also returns when that is done."""
+
+    def place(array: jax.Array, chunk: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(array, chunk, tuple(start))
+
+    if isinstance(sharding, NamedSharding):
+        specs = (sharding.spec, sharding.spec, P())
+        place = jax.shard_map(
+            place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False
+        )
+    return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
+
+
+def _chunks(
+    found: Leaf, local: tuple[int, ...], itemsize: int, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(start, shape) of equal blocks of a shard `local`, at most `limit` bytes each where a row of a tensor is not more.
+
+    They follow the order of the file, so that reads are long. The last may overlap the one before.
+    """
+    stack = len(found.stack)
+    axes = (*range(stack), *(stack + found.order.index(axis) for axis in range(len(found.view))))
+    block, left = list(local), limit // itemsize
+    for axis in axes:
+        inner = math.prod(block) // block[axis]
+        if math.prod(block) > left:
+            pieces = -(-local[axis] // max(left // inner, 1))
+            block[axis] = -(-local[axis] // pieces)
+    counts = [-(-size // part) for size, part in zip(local, block)]
+    for index in np.ndindex(*(counts[axis] for axis in axes)):
+        number = dict(zip(axes, index))
+        start = tuple(min(number[axis] * block[axis], local[axis] - block[axis]) for axis in range(len(local)))
+        yield start, tuple(block)
