@@ -11,6 +11,7 @@ buffers that are copied into the device's shard. Either way the host holds at mo
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections import deque
@@ -44,6 +45,7 @@ _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
 Progress = Callable[[int], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def load_pretrained(
         ConfigError: a parameter that the mesh cannot cut.
     """
     checkpoint = preflight(directory, any_float=any_float)
+    if checkpoint.vision:
+        logger.warning("%s", checkpoint.lines()[-1])
     config = dataclasses.replace(checkpoint.config, **overrides)
     if leaves(config, "") != leaves(checkpoint.config, ""):
         raise CheckpointFormatError(f"{directory}: {overrides} changes the shapes of parameters")
@@ -153,7 +157,7 @@ class _Importer:
         local = sharding.shard_shape(shape)
         shards = _shards(sharding, shape)
         size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
-        if size <= _STAGE or jax.devices()[0].platform == "cpu":
+        if size <= _STAGE or _in_place():
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
             self._fill(found, list(parts.values()))
             return _assemble(shape, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
@@ -227,6 +231,11 @@ class _Importer:
                 raise CheckpointFormatError(
                     f"{info.file}: {name} holds values for {heads} heads and padding, which must be zero and is not"
                 )
+
+
+def _in_place() -> bool:
+    """Whether devices take over memory that the host has filled."""
+    return jax.default_backend() == "cpu"
 
 
 def _finite(block: np.ndarray) -> bool:

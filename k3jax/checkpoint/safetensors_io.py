@@ -132,15 +132,18 @@ class Reader:
         self.bytes_read = 0
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
 
     def read(self, name: str, info: TensorInfo, view: Sequence[int], ranges: Sequence[Range]) -> np.ndarray:
         """The elements `ranges` of a tensor whose data is seen as an array `view` (or begins with one).
+
+        The memory is the thread's own and is used again by its next call.
 
         Raises:
             CheckpointFormatError: the file ends before them.
         """
         dtype = np.dtype(DTYPES[info.dtype])
-        out = np.empty([stop - start for start, stop in ranges], dtype)
+        out = self._memory([stop - start for start, stop in ranges], dtype)
         target, at, size = memoryview(out.reshape(-1).view(np.uint8)), 0, dtype.itemsize
         fd = self._open(info.file)
         for first, number in _runs(view, ranges):
@@ -153,6 +156,13 @@ class Reader:
         with self._lock:
             self.bytes_read += out.nbytes
         return out
+
+    def _memory(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        held = getattr(self._own, "memory", None)
+        if held is None or len(held) < size:
+            held = self._own.memory = np.empty(size, np.uint8)
+        return held[:size].view(dtype).reshape(shape)
 
     def _open(self, path: Path) -> int:
         with self._lock:

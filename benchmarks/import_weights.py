@@ -1,0 +1,153 @@
+"""Import of a checkpoint in the released layout: host memory beyond the model, and time against reading the bytes.
+
+    python -m benchmarks.import_weights            # writes 4.3 GiB to a temporary folder, and removes it
+
+Rounds alternate between plain sequential reading of the files and `load_pretrained`, in one process. Before each the
+files are dropped from the page cache (where the system allows it); `--warm` leaves them there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import jax
+import ml_dtypes
+import numpy as np
+import tyro
+
+from benchmarks.common import device_line, write_results
+from k3jax.checkpoint import export
+from k3jax.checkpoint.hf_config import config_to_hf
+from k3jax.checkpoint.layout import leaves
+from k3jax.checkpoint.load import HOST_BYTES, load_pretrained
+from k3jax.checkpoint.safetensors_io import DTYPES, Writer
+from k3jax.config import ModelConfig, proxy
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    experts: int = 84
+    """Routed experts a layer; 84 make 4.3 GiB."""
+    rounds: int = 3
+    warm: bool = False
+    """Leave the files in the page cache."""
+    shard_gb: float = 0.5
+    folder: str | None = None
+    """Where the temporary folder is made."""
+    save: bool = False
+    """Write the rows to benchmarks/results."""
+
+
+def write_checkpoint(config: ModelConfig, directory: Path, max_shard_bytes: int) -> list[Path]:
+    """A checkpoint of finite random numbers, plain experts."""
+    tensors = export.plan_tensors(leaves(config), "BF16", None)
+    files = export.plan_files(tensors, max_shard_bytes)
+    pattern = np.random.default_rng(0).standard_normal(1 << 22).astype(ml_dtypes.bfloat16)
+    writer = Writer(directory, files)
+    for name, (dtype, shape) in tensors.items():
+        value = np.resize(pattern, shape).astype(DTYPES[dtype])
+        if name.endswith("A_log"):
+            value[config.kda.num_heads :] = 0
+        writer.write(name, shape, [(0, size) for size in shape], value)
+    writer.close()
+    export.write_metadata(directory, files, config_to_hf(config, "bfloat16"))
+    return [directory / file for file in files]
+
+
+def drop_from_cache(files: list[Path]) -> None:
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_all(files: list[Path]) -> float:
+    """Seconds that plain sequential reading takes."""
+    buffer = bytearray(16 << 20)
+    begin = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Peak:
+    """The largest resident size while it is entered, beyond that at its beginning."""
+
+    def __enter__(self) -> Peak:
+        self.begin = self.highest = resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self.highest = max(self.highest, resident())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.highest = max(self.highest, resident())
+
+    @property
+    def more(self) -> int:
+        return self.highest - self.begin
+
+
+def measure(directory: Path, files: list[Path], warm: bool) -> dict[str, float]:
+    """One round: seconds of reading and of importing, and GiB that the import took beyond its arrays."""
+    if not warm:
+        drop_from_cache(files)
+    reading = read_all(files)
+    if not warm:
+        drop_from_cache(files)
+    gc.collect()
+    with Peak() as peak:
+        begin = time.perf_counter()
+        loaded = jax.block_until_ready(load_pretrained(directory))
+        importing = time.perf_counter() - begin
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves((loaded.model, loaded.router_bias)))
+    beyond = (peak.more - arrays) / GIB
+    return {"read_s": reading, "import_s": importing, "ratio": importing / reading, "beyond_gib": beyond}
+
+
+def main(args: Arguments) -> None:
+    base = proxy(param_dtype="bfloat16")
+    config = dataclasses.replace(base, moe=dataclasses.replace(base.moe, num_experts=args.experts))
+    print(device_line())
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        files = write_checkpoint(config, Path(folder), int(args.shard_gb * 1e9))
+        size = sum(file.stat().st_size for file in files)
+        print(f"{size / GIB:.2f} GiB in {len(files)} files, {'warm' if args.warm else 'dropped from the page cache'}")
+        rows = []
+        for _ in range(args.rounds):
+            row = measure(Path(folder), files, args.warm)
+            rows.append(row | {"bytes": size, "warm": args.warm})
+            print("  ".join(f"{name} {value:.2f}" for name, value in row.items()))
+    ratio, beyond = median(row["ratio"] for row in rows), max(row["beyond_gib"] for row in rows)
+    print(f"ratio {ratio:.2f} (median), at most {beyond:.2f} GiB beyond the arrays (bound {HOST_BYTES / GIB:.2f})")
+    if args.save:
+        print(write_results("import_weights", rows))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -1,0 +1,304 @@
+"""Models as directories in the released layout: shards, index and `config.json`, complete or absent.
+
+    export_pretrained(model, router_bias, "out", like="Kimi-K3")
+
+Files are laid out before anything is written, so tensors are written as they come from the devices, in parts; the host
+holds at most `HOST_BYTES` besides what the model itself may have there. Every process writes its share of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from k3jax.checkpoint.hf_config import config_to_hf, is_kimi_linear, text_of
+from k3jax.checkpoint.layout import PREFIX, ROUTER_BIAS, CheckpointFormatError, Leaf, get, leaves, stored_wide
+from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split
+from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
+from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
+from k3jax.model.k3 import K3
+
+_HF_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def export_pretrained(
+    model: K3,
+    router_bias: jax.Array,
+    directory: str | Path,
+    *,
+    like: str | Path | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model as `directory`, which appears when all of it is on disk.
+
+    Args:
+        like: a directory in the released layout that the weights came from. Its tensors' dtypes and padding are kept,
+            and its vision tensors, tokenizer and other files are copied.
+        dtype: of what the release stores as bfloat16, without `like`.
+        max_shard_bytes: files are no larger, but for a tensor that is.
+
+    Raises:
+        FileExistsError: `directory` exists.
+        CheckpointFormatError: weights that are not finite, or a `like` of another geometry. Nothing is left behind.
+    """
+    directory = Path(directory).absolute()
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists; export to a new directory")
+    source = None if like is None else preflight(like, any_float=True)
+    found = _leaves_of(model, source)
+    stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+    tensors = plan_tensors(found, stored, source)
+    files = plan_files(tensors, max_shard_bytes)
+    temporary = directory.with_name(f".{directory.name}.incomplete")
+    rank, count = jax.process_index(), jax.process_count()
+    mine = {file: held for i, (file, held) in enumerate(files.items()) if i % count == rank}
+    try:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        _together("begin")
+        with _Exporter(temporary, mine, source) as exporter:
+            pure = nnx.to_pure_dict(nnx.state(model))
+            for one in found:
+                exporter.write(one, router_bias if one.path == ROUTER_BIAS else get(pure, one.path))
+            exporter.copy_vision()
+        _together("written")
+        if rank == 0:
+            _finish(temporary, directory, model, files, source, stored)
+        _together("end")
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _leaves_of(model: K3, source: Checkpoint | None) -> list[Leaf]:
+    if source is None:
+        return leaves(model.config, "" if is_kimi_linear(model.config) else PREFIX)
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in source.tensors) else ""
+    found = leaves(model.config, prefix)
+    if found != source.leaves:
+        raise CheckpointFormatError(f"{source.directory} has another geometry than the model that is exported")
+    return found
+
+
+def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None) -> Tensors:
+    """Every tensor of the export with its dtype and shape: layer by layer, then those of the whole model."""
+    by_layer: dict[float, Tensors] = {}
+    for one in found:
+        for index in np.ndindex(*one.stack):
+            name = one.name(*index)
+            layer = math.inf if one.layers is None else one.layers[index[0]]
+            described = ("F32" if stored_wide(name) else stored, one.shape)
+            if one.template.endswith("A_log") and not name.startswith(PREFIX):
+                described = ("F32", one.held)
+            if source is not None and name in source.tensors:
+                info = source.tensors[name]
+                described = (info.dtype, info.shape)
+            by_layer.setdefault(layer, {})[name] = described
+    out: Tensors = {}
+    for layer in sorted(by_layer):
+        out |= by_layer[layer]
+    for name in source.vision if source is not None else ():
+        info = source.tensors[name]
+        out[name] = (info.dtype, info.shape)
+    return out
+
+
+def _size(described: tuple[str, tuple[int, ...]]) -> int:
+    dtype, shape = described
+    return math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+
+
+def plan_files(tensors: Tensors, limit: int) -> dict[str, Tensors]:
+    shards: list[Tensors] = [{}]
+    size = 0
+    for name, described in tensors.items():
+        if shards[-1] and size + _size(described) > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = described
+        size += _size(described)
+    return {f"model-{i + 1:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def _together(what: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"k3jax.checkpoint.export.{what}")
+
+
+def _finish(
+    temporary: Path, directory: Path, model: K3, files: dict[str, Tensors], source: Checkpoint | None, stored: str
+) -> None:
+    """Index, configuration and other files, then the name."""
+    if source is None:
+        values = config_to_hf(model.config, _HF_DTYPES[stored])
+    else:
+        values = json.loads(json.dumps(source.values))
+        for part in (values, text_of(values)):
+            part.pop("quantization_config", None)
+        for path in source.directory.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
+                shutil.copyfile(path, temporary / path.name)
+    write_metadata(temporary, files, values)
+    temporary.rename(directory)
+
+
+def write_metadata(directory: Path, files: dict[str, Tensors], values: dict[str, Any]) -> None:
+    """`config.json` and the index."""
+    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    total = sum(_size(described) for held in files.values() for described in held.values())
+    weight_map = {name: file for file, held in files.items() for name in held}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+class _Exporter:
+    def __init__(self, temporary: Path, mine: dict[str, Tensors], source: Checkpoint | None) -> None:
+        self._described = {name: described for held in mine.values() for name, described in held.items()}
+        self._source = source
+        self._reader = Reader()
+        self._writer = Writer(temporary, mine)
+        self._threads = ThreadPoolExecutor(_THREADS, "k3jax-export")
+
+    def __enter__(self) -> _Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._reader.close()
+        self._writer.close()
+
+    def write(self, found: Leaf, array: jax.Array) -> None:
+        """Every tensor of a parameter that belongs into this process's files."""
+        for ranges, block in _blocks(found, array):
+            stack = len(found.stack)
+            view = [ranges[stack + found.order.index(axis)] for axis in range(len(found.view))]
+            if found.window is not None:
+                axis, begin, _ = found.window
+                view[axis] = (view[axis][0] + begin, view[axis][1] + begin)
+            values = found.to_view(block)
+            futures = []
+            for index in np.ndindex(*(stop - start for start, stop in ranges[:stack])):
+                name = found.name(*(i + start for i, (start, _) in zip(index, ranges)))
+                if name in self._writer:
+                    futures += self._submit(name, found.view, tuple(view), values[index])
+            _all(futures)
+
+    def _submit(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> list[Future]:
+        row = 4 * math.prod(value.shape[1:])
+        begin, end = ranges[0]
+        return [
+            self._threads.submit(
+                self._job, name, view, ((start, stop), *ranges[1:]), value[start - begin : stop - begin]
+            )
+            for start, stop in _split((begin, end), max(_TASK // row, 1))
+        ]
+
+    def _job(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> None:
+        dtype = DTYPES[self._described[name][0]]
+        out = np.empty(value.shape, dtype)
+        for start, stop in _split((0, len(value)), 64):  # rows of the tensor are columns here: see `load`
+            out[start:stop] = value[start:stop]
+        if not _finite(out):
+            raise CheckpointFormatError(f"{name} of the model that is exported holds NaN or infinity")
+        self._writer.write(name, view, ranges, out)
+
+    def copy_vision(self) -> None:
+        """Vision tensors of `like`, as they are."""
+        futures = []
+        for name in self._source.vision if self._source is not None else ():
+            if name in self._writer:
+                futures.append(self._threads.submit(self._copy, name))
+        _all(futures)
+
+    def _copy(self, name: str) -> None:
+        assert self._source is not None
+        info = self._source.tensors[name]
+        for start, stop in _split((0, info.shape[0]), max(_TASK // max(math.prod(info.shape[1:]) * 4, 1), 1)):
+            ranges = ((start, stop), *((0, size) for size in info.shape[1:]))
+            self._writer.write(name, info.shape, ranges, self._reader.read(name, info, info.shape, ranges))
+
+
+def _all(futures: list[Future]) -> None:
+    """Waits for all; the first error ends the rest."""
+    done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in waiting:
+        future.cancel()
+    for future in done:
+        future.result()
+
+
+def _blocks(found: Leaf, array: jax.Array) -> Iterator[tuple[tuple[Range, ...], np.ndarray]]:
+    """The array in blocks on the host: where each lies, and its values.
+
+    On several processes every process gets every block, whoever's devices hold it: they all have to call this alike.
+    """
+    shape, sharding = array.shape, array.sharding
+    several = jax.process_count() > 1 and isinstance(sharding, NamedSharding)
+    if not several and _in_place():
+        for shard in _first_copies(array):
+            yield _ranges(shard.index, shape), np.asarray(shard.data)
+        return
+    local = sharding.shard_shape(shape)
+    holders = sharding.devices_indices_map(shape)
+    pieces = len({_ranges(index, shape) for index in holders.values()})
+    for start, block in _chunks(found, local, array.dtype.itemsize, _STAGE // pieces):
+        chunk = _cutting(sharding, block, several)(array, np.array(start, np.int32))
+        whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
+        host = np.asarray(chunk.addressable_shards[0].data) if several else None
+        seen = set()
+        inside = sharding.devices_indices_map(whole)
+        for device, index in holders.items():
+            ranges = _ranges(index, shape)
+            if ranges in seen or (not several and device.process_index != jax.process_index()):
+                continue
+            seen.add(ranges)
+            if host is None:
+                value = next(np.asarray(s.data) for s in chunk.addressable_shards if s.device == device)
+            else:
+                value = host[inside[device]]
+            yield tuple((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block)), value
+
+
+def _ranges(index: Any, shape: tuple[int, ...]) -> tuple[Range, ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _first_copies(array: jax.Array) -> Iterator[Any]:
+    seen = set()
+    for shard in array.addressable_shards:
+        ranges = _ranges(shard.index, array.shape)
+        if ranges not in seen:
+            seen.add(ranges)
+            yield shard
+
+
+@lru_cache
+def _cutting(sharding: Any, block: tuple[int, ...], replicated: bool) -> Any:
+    """The same block of every device's shard, each where it is or all of them everywhere."""
+
+    def cut(array: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, tuple(start), block)
+
+    if isinstance(sharding, NamedSharding):
+        specs = (sharding.spec, P())
+        cut = jax.shard_map(cut, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+    if not replicated:
+        return jax.jit(cut)
+    return jax.jit(lambda *args: jax.sharding.reshard(cut(*args), NamedSharding(sharding.mesh, P())))
