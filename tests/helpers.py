@@ -80,7 +80,9 @@ def fill(module: nnx.Module, arrays: dict[str, np.ndarray], dtype: Any = jnp.flo
     return nnx.merge(graph, state)
 
 
-def read_mixer(entries: list[layout.Entry], shapes: dict, data: dict[str, np.ndarray], group: str) -> dict[str, np.ndarray]:
+def read_mixer(
+    entries: list[layout.Entry], shapes: dict, data: dict[str, np.ndarray], group: str
+) -> dict[str, np.ndarray]:
     """Golden `param.*` or `grad.*` arrays of a mixer as {our name: array}."""
     out = {}
     for entry in entries:

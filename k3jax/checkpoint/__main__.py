@@ -1,8 +1,8 @@
 """Weights in and out on the command line.
 
-    python -m k3jax.checkpoint inspect DIR
-    python -m k3jax.checkpoint import DIR RUN_DIR --mesh.expert 8
-    python -m k3jax.checkpoint export RUN_DIR DIR --like SOURCE
+python -m k3jax.checkpoint inspect DIR
+python -m k3jax.checkpoint import DIR RUN_DIR --mesh.expert 8
+python -m k3jax.checkpoint export RUN_DIR DIR --like SOURCE
 """
 
 from __future__ import annotations
@@ -82,13 +82,11 @@ def import_directory(
 
         loaded = load_pretrained(directory, fsdp=mesh.fsdp, any_float=any_float, progress=advance, **overrides)
         words = load_tokenizer(tokenizer)
-        config = RunConfig(
-            model=loaded.model.config, mesh=mesh, data=DataConfig(tokenizer=tokenizer), run_dir=run_dir
-        )
+        config = RunConfig(model=loaded.model.config, mesh=mesh, data=DataConfig(tokenizer=tokenizer), run_dir=run_dir)
         record = RunRecord(
             config=to_dict(config),
             tokenizer={"fingerprint": words.fingerprint, "vocab_size": words.vocab_size},
-            source={"imported_from": str(directory)},
+            source={"imported_from": directory},
             data={},
         )
         arrays = {"params": loaded.model, "router_bias": loaded.router_bias}
@@ -130,7 +128,12 @@ def export_run(
 
 def _bar() -> Progress:
     return Progress(
-        "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), transient=True
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        transient=True,
     )
 
 

@@ -114,9 +114,8 @@ def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None) -> T
     out: Tensors = {}
     for layer in sorted(by_layer):
         out |= by_layer[layer]
-    for name in source.vision if source is not None else ():
-        info = source.tensors[name]
-        out[name] = (info.dtype, info.shape)
+    if source is not None:
+        out |= {name: (source.tensors[name].dtype, source.tensors[name].shape) for name in source.vision}
     return out
 
 

@@ -103,7 +103,8 @@ def _from_text(text: dict[str, Any]) -> ModelConfig:
             head_dim=linear["head_dim"],
             conv_size=linear["short_conv_kernel_size"],
             full_rank_output_gate=linear.get("use_full_rank_gate", False),
-            **({"gate": "softplus"} if lower_bound is None else {"gate_lower_bound": lower_bound}),
+            gate="softplus" if lower_bound is None else "lower_bound",
+            gate_lower_bound=KDAConfig.gate_lower_bound if lower_bound is None else lower_bound,
         ),
         mla=MLAConfig(
             num_heads=text["num_attention_heads"],

@@ -47,8 +47,8 @@ class Entry(NamedTuple):
     name: str  # within the layer, or of the whole model
     path: str  # dotted path in the module
     kind: Kind
-    """"linear" [out, in] is [in, *out] here, "linear2" [out, in] is [*in, out]; the others keep the order of elements:
-    "row" is [1, D] there, "conv" [channels, 1, taps], "flat" one axis, "a_log" padded; "k_b" and "v_b" share a tensor."""
+    """"linear" [out, in] is [in, *out] here, "linear2" [out, in] is [*in, out]; "k_b" and "v_b" share a tensor. Others
+    keep the order of elements: "row" is [1, D] there, "conv" [channels, 1, taps], "flat" one axis, "a_log" padded."""
 
 
 _GLOBAL = [
@@ -214,6 +214,8 @@ def leaf(
     n, window = len(shape), None
     view, order, tensor = shape, tuple(range(n)), shape
     match entry.kind:
+        case "plain":
+            pass
         case "linear":
             view, order = (*shape[1:], shape[0]), (n - 1, *range(n - 1))
             tensor = (math.prod(shape[1:]), shape[0])
@@ -293,7 +295,7 @@ def vision_tensors(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     patch = vision["patch_size"]
     merged = vision["mm_hidden_size"] * math.prod(vision["merge_kernel_size"])
     grid = (vision["init_pos_emb_height"], vision["init_pos_emb_width"])
-    out = {
+    out: dict[str, tuple[int, ...]] = {
         "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch),
         "vision_tower.patch_embed.pos_emb.weight": (*grid, width),
         "vision_tower.encoder.final_layernorm.weight": (width,),
@@ -301,7 +303,7 @@ def vision_tensors(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mm_projector.proj.2.weight": (vision["text_hidden_size"], merged),
         "mm_projector.post_norm.weight": (vision["text_hidden_size"],),
     }
-    block = {
+    block: dict[str, tuple[int, ...]] = {
         "norm0": (width,),
         "norm1": (width,),
         "wqkv": (3 * qkv, width),

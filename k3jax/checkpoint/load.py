@@ -93,9 +93,7 @@ def load_pretrained(
     mesh = jax.sharding.get_mesh()
     device = SingleDeviceSharding(jax.devices()[0])
     places = (
-        jax.tree.map(lambda _: device, shapes)
-        if mesh.empty
-        else shardings(shapes, mesh, at_rest=fsdp, strict=fsdp)
+        jax.tree.map(lambda _: device, shapes) if mesh.empty else shardings(shapes, mesh, at_rest=fsdp, strict=fsdp)
     )
     abstract, placed = _flat(to_paths(shapes)), _flat(to_paths(places))
     arrays: dict[str, jax.Array] = {}
@@ -161,7 +159,7 @@ class _Importer:
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
             self._fill(found, list(parts.values()))
             return _assemble(shape, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
-        array = _uninitialised(shape, dtype, sharding)
+        array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
         in_flight: deque[jax.Array] = deque()
         for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
             if len(in_flight) > 1:
@@ -216,10 +214,11 @@ class _Importer:
             if not _finite(block):
                 raise CheckpointFormatError(f"{info.file}: {name} holds NaN or infinity")
             for target, wanted in targets:
-                begin, end = max(start, wanted[0][0]), min(stop, wanted[0][1])
+                (top, bottom), *sides = wanted
+                begin, end = max(start, top), min(stop, bottom)
                 if begin < end:
-                    columns = tuple(slice(w[0] - r[0], w[1] - r[0]) for w, r in zip(wanted[1:], ranges[1:]))
-                    target[begin - wanted[0][0] : end - wanted[0][0]] = block[(slice(begin - start, end - start), *columns)]
+                    columns = (slice(a - r[0], b - r[0]) for (a, b), r in zip(sides, ranges[1:]))
+                    target[begin - top : end - top] = block[(slice(begin - start, end - start), *columns)]
         self._progress(raw.nbytes)
 
     def _check_tails(self, found: Leaf) -> None:
@@ -272,10 +271,6 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
-def _uninitialised(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    return jax.jit(lambda: jnp.empty(shape, dtype), out_shardings=sharding)()
-
-
 @lru_cache
 def _placing(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Writes each device's part of a chunk at the same place of its shard; also returns when that is done."""
@@ -285,16 +280,14 @@ def _placing(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
     if isinstance(sharding, NamedSharding):
         specs = (sharding.spec, sharding.spec, P())
-        place = jax.shard_map(
-            place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False
-        )
+        place = jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
     return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
 
 
 def _chunks(
     found: Leaf, local: tuple[int, ...], itemsize: int, limit: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, shape) of equal blocks of a shard `local`, at most `limit` bytes each where a row of a tensor is not more.
+    """(start, shape) of equal blocks of a shard `local`, at most `limit` bytes each.
 
     They follow the order of the file, so that reads are long. The last may overlap the one before.
     """

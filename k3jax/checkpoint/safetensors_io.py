@@ -186,7 +186,8 @@ class Writer:
         self._infos: dict[str, TensorInfo] = {}
         self._files: dict[Path, int] = {}
         for file, tensors in files.items():
-            path, header, at = directory / file, {"__metadata__": {"format": "pt"}}, 0
+            path, at = directory / file, 0
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             for name, (dtype, shape) in tensors.items():
                 size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
                 header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}

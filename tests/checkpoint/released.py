@@ -23,7 +23,7 @@ def read(directory: Path) -> dict[str, np.ndarray]:
     out = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "numpy") as opened:
-            out |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            out |= {name: opened.get_tensor(name) for name in opened.keys()}
     return out
 
 

@@ -17,9 +17,12 @@ LAYER = LM + "model.layers.{}."
 
 def test_golden_directories_pass():
     plain, packed = preflight(TINY), preflight(PACKED)
-    assert not plain.packed and packed.packed
-    assert plain.config.param_dtype == "float32" and packed.config.param_dtype == "bfloat16"
-    assert len(packed.vision) == 18 and any("vision" in line for line in packed.lines())
+    assert not plain.packed
+    assert packed.packed
+    assert plain.config.param_dtype == "float32"
+    assert packed.config.param_dtype == "bfloat16"
+    assert len(packed.vision) == 18
+    assert any("vision" in line for line in packed.lines())
 
 
 def test_every_mismatch_is_reported_at_once(tmp_path):
@@ -49,8 +52,11 @@ def test_a_missing_and_a_truncated_shard_are_named_with_a_tensor_of_theirs(tmp_p
     with pytest.raises(CheckpointFormatError) as caught:
         preflight(directory)
     lost, cut = caught.value.problems
-    assert first.name in lost and "does not exist" in lost and LM in lost
-    assert second.name in cut and "truncated" in cut
+    assert first.name in lost
+    assert "does not exist" in lost
+    assert LM in lost
+    assert second.name in cut
+    assert "truncated" in cut
 
 
 def test_another_geometry_is_refused(tmp_path):
@@ -72,7 +78,8 @@ def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("format", "nvfp4-pack-quantized"), ("num_bits", 8), ("group_size", 16), ("quant_method", "fp8")]
+    ("field", "value"),
+    [("format", "nvfp4-pack-quantized"), ("num_bits", 8), ("group_size", 16), ("quant_method", "fp8")],
 )
 def test_unknown_quantisation_is_refused_by_field(tmp_path, field, value):
     values = values_of(PACKED)
@@ -134,7 +141,11 @@ def _released_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
             matrices |= {"q_a_proj": (1536, D), "q_b_proj": (18432, 1536), "kv_a_proj_with_mqa": (576, D)}
             matrices |= {"kv_b_proj": (24576, 512), "q_a_layernorm": (1536,), "kv_a_layernorm": (512,)}
         else:
-            matrices |= {f"{x}_proj": (P, D) for x in "qkv"} | {"f_a_proj": (128, D), "f_b_proj": (P, 128), "b_proj": (H, D)}
+            matrices |= {f"{x}_proj": (P, D) for x in "qkv"} | {
+                "f_a_proj": (128, D),
+                "f_b_proj": (P, 128),
+                "b_proj": (H, D),
+            }
             out |= {f"{a}{x}_conv1d.weight": ("F32", (P, 1, 4)) for x in "qkv"}
             out |= {a + "A_log": ("F32", (128,)), a + "dt_bias": ("F32", (P,)), a + "o_norm.weight": ("F32", (128,))}
         out |= {f"{a}{name}.weight": ("BF16", shape) for name, shape in matrices.items()}
@@ -205,7 +216,8 @@ def test_the_full_geometry_preflights_in_under_thirty_seconds(tmp_path):
             out.write(len(text).to_bytes(8, "little") + text)
             out.truncate(8 + len(text) + at)
         total += at
-    assert len(tensors) == 497_220 and total == 1_560_860_324_864
+    assert len(tensors) == 497_220
+    assert total == 1_560_860_324_864
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {n: f for f, held in files.items() for n in held}}))
     (tmp_path / "config.json").write_text(json.dumps(_released_config()))
     begin = time.perf_counter()
@@ -213,4 +225,6 @@ def test_the_full_geometry_preflights_in_under_thirty_seconds(tmp_path):
     seconds = time.perf_counter() - begin
     print(f"{seconds:.1f} s")
     assert seconds < 30
-    assert found.total_bytes == total and found.packed and len(found.vision) == 168
+    assert found.total_bytes == total
+    assert found.packed
+    assert len(found.vision) == 168
