@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.checkpoint.hf_config import config_to_hf, is_kimi_linear, text_of
 from k3jax.checkpoint.layout import PREFIX, ROUTER_BIAS, CheckpointFormatError, Leaf, get, leaves, stored_wide
-from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split
+from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split, settle
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
@@ -197,7 +197,7 @@ class _Exporter:
                 name = found.name(*(i + start for i, (start, _) in zip(index, ranges)))
                 if name in self._writer:
                     futures += self._submit(name, found.view, tuple(view), values[index])
-            _all(futures)
+            settle(futures)
 
     def _submit(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> list[Future]:
         row = 4 * math.prod(value.shape[1:])
@@ -224,7 +224,7 @@ class _Exporter:
         for name in self._source.vision if self._source is not None else ():
             if name in self._writer:
                 futures.append(self._threads.submit(self._copy, name))
-        _all(futures)
+        settle(futures)
 
     def _copy(self, name: str) -> None:
         assert self._source is not None
@@ -232,15 +232,6 @@ class _Exporter:
         for start, stop in _split((0, info.shape[0]), max(_TASK // max(math.prod(info.shape[1:]) * 4, 1), 1)):
             ranges = ((start, stop), *((0, size) for size in info.shape[1:]))
             self._writer.write(name, info.shape, ranges, self._reader.read(name, info, info.shape, ranges))
-
-
-def _all(futures: list[Future]) -> None:
-    """Waits for all; the first error ends the rest."""
-    done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in waiting:
-        future.cancel()
-    for future in done:
-        future.result()
 
 
 def _blocks(found: Leaf, array: jax.Array) -> Iterator[tuple[tuple[Range, ...], np.ndarray]]:

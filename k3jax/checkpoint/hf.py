@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from k3jax.checkpoint.hf_config import config_from_hf
-from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, get, leaves, put
+from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, abstract_model, get, leaves, put
 from k3jax.config import ModelConfig
 from k3jax.model.k3 import K3
 
@@ -45,7 +45,7 @@ def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> tuple[K3,
     Raises:
         CheckpointFormatError: a tensor is missing or has the wrong shape.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(abstract_model(config))
     dtypes = jax.tree.map(lambda a: a.dtype, nnx.to_pure_dict(state))
     pure: dict = {}
     bias = jnp.zeros((0, config.moe.num_experts), jnp.float32)

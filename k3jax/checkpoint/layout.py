@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -238,11 +239,16 @@ def leaf(
     return Leaf(entry.path, prefix + entry.name, layers, experts, tensor, view, order, window)
 
 
+@lru_cache(maxsize=4)
+def abstract_model(config: ModelConfig) -> K3:
+    """The model's tree of shapes and dtypes."""
+    return nnx.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0)))
+
+
 def leaves(config: ModelConfig, prefix: str = PREFIX) -> list[Leaf]:
     """Every parameter of the model, then the router biases, in the order of the checkpoint's layers as far as stacks
     allow."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0))))
-    shapes = nnx.to_pure_dict(state)
+    shapes = nnx.to_pure_dict(nnx.state(abstract_model(config)))
     kv_width = config.mla.qk_nope_head_dim + config.mla.v_head_dim
     out = [
         leaf(entry, tuple(get(shapes, entry.path).shape), prefix=prefix)

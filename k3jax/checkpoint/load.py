@@ -16,9 +16,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, leaves
+from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, abstract_model, leaves
 from k3jax.checkpoint.preflight import Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import Range, Reader, covering
 from k3jax.checkpoint.store import from_paths, to_paths
@@ -40,11 +39,12 @@ from k3jax.sharding import shardings
 HOST_BYTES = 1 << 30
 """Most host memory that an import takes beside the arrays it returns (and beside the headers of the shards)."""
 _STAGE = 256 << 20  # two of these are in flight
-_TASK = 16 << 20  # a thread holds one of these, and a part of it in another dtype
+_TASK = 8 << 20  # a thread holds one of these, and a part of it in another dtype
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
 Progress = Callable[[int], None]
+Shards = dict[tuple[Range, ...], list[jax.Device]]
 logger = logging.getLogger(__name__)
 
 
@@ -86,9 +86,9 @@ def load_pretrained(
     if checkpoint.vision:
         logger.warning("%s", checkpoint.lines()[-1])
     config = dataclasses.replace(checkpoint.config, **overrides)
-    if leaves(config, "") != leaves(checkpoint.config, ""):
+    if overrides and leaves(config, "") != leaves(checkpoint.config, ""):
         raise CheckpointFormatError(f"{directory}: {overrides} changes the shapes of parameters")
-    shapes = {"params": jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(0)))}
+    shapes: dict[str, Any] = {"params": abstract_model(config)}
     shapes[ROUTER_BIAS] = jax.ShapeDtypeStruct((config.num_moe_layers, config.moe.num_experts), jnp.float32)
     mesh = jax.sharding.get_mesh()
     device = SingleDeviceSharding(jax.devices()[0])
@@ -97,10 +97,15 @@ def load_pretrained(
     )
     abstract, placed = _flat(to_paths(shapes)), _flat(to_paths(places))
     arrays: dict[str, jax.Array] = {}
+    begun: deque[tuple[str, Callable[[], jax.Array]]] = deque()
     with _Importer(checkpoint, progress) as importer:
         for found in checkpoint.leaves:
             path = found.path if found.path == ROUTER_BIAS else f"params.{found.path}"
-            arrays[path] = importer.load(found, placed[path], abstract[path].dtype)
+            begun.append((path, importer.begin(found, placed[path], abstract[path].dtype)))
+            if len(begun) > 2:  # threads have work while one is put together
+                path, end = begun.popleft()
+                arrays[path] = end()
+        arrays |= {path: end() for path, end in begun}
     if not config.num_moe_layers:
         arrays[ROUTER_BIAS] = jnp.zeros(shapes[ROUTER_BIAS].shape, jnp.float32)
     loaded = from_paths(shapes, _nested(arrays))
@@ -147,8 +152,8 @@ class _Importer:
         self._threads.shutdown(cancel_futures=True)
         self.reader.close()
 
-    def load(self, found: Leaf, sharding: Any, dtype: Any) -> jax.Array:
-        """The parameter (or router bias) as an array of this sharding."""
+    def begin(self, found: Leaf, sharding: Any, dtype: Any) -> Callable[[], jax.Array]:
+        """Begins to read a parameter (or the router biases); what it returns ends that with an array of `sharding`."""
         shape = (*found.stack, *(found.held[axis] for axis in found.order))
         if found.template.endswith("A_log"):
             self._check_tails(found)
@@ -157,8 +162,17 @@ class _Importer:
         size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
         if size <= _STAGE or _in_place():
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
-            self._fill(found, list(parts.values()))
-            return _assemble(shape, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
+            futures = self._fill(found, parts)
+
+            def end() -> jax.Array:
+                settle(futures)
+                return _assemble(shape, sharding, shards, parts)
+
+            return end
+        return partial(self._staged, found, shape, sharding, dtype, shards)
+
+    def _staged(self, found: Leaf, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards) -> jax.Array:
+        local = sharding.shard_shape(shape)
         array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
         in_flight: deque[jax.Array] = deque()
         for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
@@ -168,18 +182,18 @@ class _Importer:
             for ranges in shards:
                 mine = tuple((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block))
                 parts[ranges] = _Part(mine, _empty(block, dtype))
-            self._fill(found, list(parts.values()))
+            settle(self._fill(found, parts))
             whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
-            chunk = _assemble(whole, sharding, shards, {ranges: part.array for ranges, part in parts.items()})
+            chunk = _assemble(whole, sharding, shards, parts)
             array, done = _placing(sharding)(array, chunk, np.array(start, np.int32))
             in_flight.append(done)
         return array
 
-    def _fill(self, found: Leaf, parts: list[_Part]) -> None:
-        """Reads everything that the parts need, each byte once."""
+    def _fill(self, found: Leaf, parts: dict[Any, _Part]) -> list[Future]:
+        """Begins to read everything that the parts need, each byte once."""
         stack = len(found.stack)
         jobs: dict[tuple, list[tuple[np.ndarray, tuple[Range, ...]]]] = {}
-        for part in parts:
+        for part in parts.values():
             view = [part.ranges[stack + found.order.index(axis)] for axis in range(len(found.view))]
             if found.window is not None:
                 axis, begin, _ = found.window
@@ -197,11 +211,7 @@ class _Importer:
             for start, stop in _split(ranges[0], max(_TASK // row, 1)):
                 block = ((start, stop), *ranges[1:])
                 futures.append(self._threads.submit(self._job, name, found.view, block, targets))
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in done:
-            future.result()
+        return futures
 
     def _job(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], targets: list) -> None:
         """Reads a block of rows of one tensor and writes it where it belongs."""
@@ -232,6 +242,15 @@ class _Importer:
                 )
 
 
+def settle(futures: list[Future]) -> None:
+    """Waits for all of them; the first error ends the rest."""
+    done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in waiting:
+        future.cancel()
+    for future in done:
+        future.result()
+
+
 def _in_place() -> bool:
     """Whether devices take over memory that the host has filled."""
     return jax.default_backend() == "cpu"
@@ -249,17 +268,17 @@ def _split(whole: Range, size: int) -> Iterator[Range]:
         yield start, min(start + size, whole[1])
 
 
-def _shards(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[Range, ...], list[jax.Device]]:
+def _shards(sharding: Any, shape: tuple[int, ...]) -> Shards:
     """The different blocks that devices of this process hold, and which do."""
-    out: dict[tuple[Range, ...], list[jax.Device]] = {}
+    out: Shards = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
         out.setdefault(ranges, []).append(device)
     return out
 
 
-def _assemble(shape: tuple[int, ...], sharding: Any, shards: dict, arrays: dict[Any, np.ndarray]) -> jax.Array:
-    pieces = [jax.device_put(arrays[ranges], device) for ranges, devices in shards.items() for device in devices]
+def _assemble(shape: tuple[int, ...], sharding: Any, shards: Shards, parts: dict[Any, _Part]) -> jax.Array:
+    pieces = [jax.device_put(parts[ranges].array, device) for ranges, devices in shards.items() for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 

@@ -86,7 +86,7 @@ def test_a_process_reads_only_what_its_devices_hold(monkeypatch):
         assert len(devices) == 1
         with load._Importer(checkpoint, None) as importer:
             part = load._Part(ranges, np.empty(place.shard_shape(shape), np.float32))
-            importer._fill(found, [part])
+            load.settle(importer._fill(found, {ranges: part}))
             assert importer.reader.bytes_read == part.array.nbytes == np.prod(shape) * 4 / 8
 
 
@@ -162,7 +162,7 @@ def test_a_file_that_shrinks_after_the_preflight_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with load._Importer(checkpoint, None) as importer, pytest.raises(CheckpointFormatError, match=file.name):
-        _ = [importer.load(found, place, jnp.float32) for found in checkpoint.leaves]
+        _ = [importer.begin(found, place, jnp.float32)() for found in checkpoint.leaves]
 
 
 def test_overrides_that_change_shapes_are_refused():
