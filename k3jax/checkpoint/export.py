@@ -20,7 +20,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +29,7 @@ from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
+from k3jax.parallel.launch import together
 
 _HF_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -68,19 +68,19 @@ def export_pretrained(
     rank, count = jax.process_index(), jax.process_count()
     mine = {file: held for i, (file, held) in enumerate(files.items()) if i % count == rank}
     try:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        _together("begin")
+        with together("begin to export"):
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
         with _Exporter(temporary, mine, source) as exporter:
             pure = nnx.to_pure_dict(nnx.state(model))
             for one in found:
                 exporter.write(one, router_bias if one.path == ROUTER_BIAS else get(pure, one.path))
-            exporter.copy_vision()
-        _together("written")
-        if rank == 0:
-            _finish(temporary, directory, model, files, source, stored)
-        _together("end")
+            with together("export"):
+                exporter.end()
+        with together("end the export"):
+            if rank == 0:
+                _finish(temporary, directory, model, files, source, stored)
     except BaseException:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -136,11 +136,6 @@ def plan_files(tensors: Tensors, limit: int) -> dict[str, Tensors]:
     return {f"model-{i + 1:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def _together(what: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"k3jax.checkpoint.export.{what}")
-
-
 def _finish(
     temporary: Path, directory: Path, model: K3, files: dict[str, Tensors], source: Checkpoint | None, stored: str
 ) -> None:
@@ -174,6 +169,7 @@ class _Exporter:
         self._reader = Reader()
         self._writer = Writer(temporary, mine)
         self._threads = ThreadPoolExecutor(_THREADS, "k3jax-export")
+        self._error: Exception | None = None
 
     def __enter__(self) -> _Exporter:
         return self
@@ -181,11 +177,13 @@ class _Exporter:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._reader.close()
-        self._writer.close()
+        self._writer.abandon()
 
     def write(self, found: Leaf, array: jax.Array) -> None:
-        """Every tensor of a parameter that belongs into this process's files."""
+        """Every tensor of a parameter that belongs into this process's files; what fails, `end` raises."""
         for ranges, block in _blocks(found, array):
+            if self._error is not None:  # other processes may still wait for what this one's devices hold
+                continue
             stack = len(found.stack)
             view = [ranges[stack + found.order.index(axis)] for axis in range(len(found.view))]
             if found.window is not None:
@@ -197,7 +195,10 @@ class _Exporter:
                 name = found.name(*(i + start for i, (start, _) in zip(index, ranges)))
                 if name in self._writer:
                     futures += self._submit(name, found.view, tuple(view), values[index])
-            settle(futures)
+            try:
+                settle(futures)
+            except (CheckpointFormatError, OSError) as error:
+                self._error = error
 
     def _submit(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> list[Future]:
         row = 4 * math.prod(value.shape[1:])
@@ -218,13 +219,20 @@ class _Exporter:
             raise CheckpointFormatError(f"{name} of the model that is exported holds NaN or infinity")
         self._writer.write(name, view, ranges, out)
 
-    def copy_vision(self) -> None:
-        """Vision tensors of `like`, as they are."""
+    def end(self) -> None:
+        """Copies the vision tensors of `like` as they are, and closes the files when all is on disk.
+
+        Raises:
+            CheckpointFormatError, OSError: of an earlier call too.
+        """
+        if self._error is not None:
+            raise self._error
         futures = []
         for name in self._source.vision if self._source is not None else ():
             if name in self._writer:
                 futures.append(self._threads.submit(self._copy, name))
         settle(futures)
+        self._writer.close()
 
     def _copy(self, name: str) -> None:
         assert self._source is not None

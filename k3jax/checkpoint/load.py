@@ -34,6 +34,7 @@ from k3jax.checkpoint.preflight import Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import Range, Reader, covering
 from k3jax.checkpoint.store import from_paths, to_paths
 from k3jax.model.k3 import K3
+from k3jax.parallel.launch import together
 from k3jax.sharding import shardings
 
 HOST_BYTES = 1 << 30
@@ -81,7 +82,15 @@ def load_pretrained(
     Raises:
         CheckpointFormatError: see `preflight`; also NaN or infinite weights, and padding of `A_log` that is not zero.
         ConfigError: a parameter that the mesh cannot cut.
+        LaunchError: another process failed.
     """
+    with together("import weights"):
+        return _load(directory, fsdp, any_float, progress, overrides)
+
+
+def _load(
+    directory: str | Path, fsdp: bool, any_float: bool, progress: Progress | None, overrides: dict[str, Any]
+) -> Pretrained:
     checkpoint = preflight(directory, any_float=any_float)
     if checkpoint.vision:
         logger.warning("%s", checkpoint.lines()[-1])

@@ -219,7 +219,11 @@ class Writer:
 
     def close(self) -> None:
         """Closes the files when all of them is on disk."""
-        while self._files:
-            fd = self._files.popitem()[1]
+        for fd in self._files.values():
             os.fsync(fd)
-            os.close(fd)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the files as they are."""
+        while self._files:
+            os.close(self._files.popitem()[1])
