@@ -52,7 +52,7 @@ class Arguments:
 
 def write_checkpoint(config: ModelConfig, directory: Path, max_shard_bytes: int) -> list[Path]:
     """A checkpoint of finite random numbers, plain experts."""
-    tensors = export.plan_tensors(leaves(config), "BF16", None)
+    tensors = export.plan_tensors(leaves(config), "BF16")
     files = export.plan_files(tensors, max_shard_bytes)
     pattern = np.random.default_rng(0).standard_normal(1 << 22).astype(ml_dtypes.bfloat16)
     writer = Writer(directory, files)

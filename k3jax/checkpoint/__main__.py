@@ -101,6 +101,7 @@ def export_run(
     directory: Annotated[str, tyro.conf.Positional],
     /,
     like: str | None = None,
+    experts: Literal["plain", "mxfp4"] | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     step: int | None = None,
     mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
@@ -112,6 +113,7 @@ def export_run(
         run_dir: directory of a training run or an import.
         directory: must not exist.
         like: released directory that the weights came from; see `k3jax.checkpoint.export`.
+        experts: as in `like` if left out, plain without it.
         dtype: of what the release stores as bfloat16, without `like`.
         step: checkpoint to use; the latest if left out.
         mesh: over the devices of this machine.
@@ -122,7 +124,8 @@ def export_run(
     with jax.set_mesh(make_mesh(mesh)):
         run = load(run_dir, step)
         limit = int(max_shard_gb * 1e9)
-        export_pretrained(run.model, run.router_bias, directory, like=like, dtype=dtype, max_shard_bytes=limit)
+        options = {"like": like, "experts": experts, "dtype": dtype, "max_shard_bytes": limit}
+        export_pretrained(run.model, run.router_bias, directory, **options)
     print("\n".join(preflight(directory, any_float=True).lines()))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -23,15 +23,26 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.checkpoint.hf_config import config_to_hf, is_kimi_linear, text_of
-from k3jax.checkpoint.layout import PREFIX, ROUTER_BIAS, CheckpointFormatError, Leaf, get, leaves, stored_wide
+from k3jax.checkpoint.hf_config import QUANTIZATION, config_to_hf, is_kimi_linear, text_of
+from k3jax.checkpoint.layout import (
+    GROUP,
+    PREFIX,
+    ROUTER_BIAS,
+    CheckpointFormatError,
+    Leaf,
+    get,
+    leaves,
+    packed_names,
+    packed_shapes,
+    stored_wide,
+)
 from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split, settle
+from k3jax.checkpoint.mxfp4 import encode
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
 from k3jax.parallel.launch import together
 
-_HF_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -41,6 +52,7 @@ def export_pretrained(
     directory: str | Path,
     *,
     like: str | Path | None = None,
+    experts: Literal["plain", "mxfp4"] | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
@@ -48,7 +60,9 @@ def export_pretrained(
 
     Args:
         like: a directory in the released layout that the weights came from. Its tensors' dtypes and padding are kept,
-            and its vision tensors, tokenizer and other files are copied.
+            and its vision tensors, tokenizer and other files are copied. Of packed experts the scales are kept
+            wherever a group's values still are exact with them, so that what did not change has the same bytes.
+        experts: None: as in `like`, plain without it.
         dtype: of what the release stores as bfloat16, without `like`.
         max_shard_bytes: files are no larger, but for a tensor that is.
 
@@ -61,8 +75,11 @@ def export_pretrained(
         raise FileExistsError(f"{directory} exists; export to a new directory")
     source = None if like is None else preflight(like, any_float=True)
     found = _leaves_of(model, source)
+    if source is not None:
+        dtype = "float32" if source.config.param_dtype == "float32" else "bfloat16"
     stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
-    tensors = plan_tensors(found, stored, source)
+    packed = source is not None and source.packed if experts is None else experts == "mxfp4"
+    tensors = plan_tensors(found, stored, source, packed)
     files = plan_files(tensors, max_shard_bytes)
     temporary = directory.with_name(f".{directory.name}.incomplete")
     rank, count = jax.process_index(), jax.process_count()
@@ -72,7 +89,7 @@ def export_pretrained(
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with _Exporter(temporary, mine, source) as exporter:
+        with _Exporter(temporary, mine, source, packed) as exporter:
             pure = nnx.to_pure_dict(nnx.state(model))
             for one in found:
                 exporter.write(one, router_bias if one.path == ROUTER_BIAS else get(pure, one.path))
@@ -80,7 +97,7 @@ def export_pretrained(
                 exporter.end()
         with together("end the export"):
             if rank == 0:
-                _finish(temporary, directory, model, files, source, stored)
+                _finish(temporary, directory, files, _values(model, source, dtype, packed), source)
     except BaseException:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -97,13 +114,17 @@ def _leaves_of(model: K3, source: Checkpoint | None) -> list[Leaf]:
     return found
 
 
-def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None) -> Tensors:
+def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None = None, packed: bool = False) -> Tensors:
     """Every tensor of the export with its dtype and shape: layer by layer, then those of the whole model."""
     by_layer: dict[float, Tensors] = {}
     for one in found:
         for index in np.ndindex(*one.stack):
             name = one.name(*index)
             layer = math.inf if one.layers is None else one.layers[index[0]]
+            if packed and one.experts is not None:
+                shapes = zip(packed_names(name), packed_shapes(one.shape))
+                by_layer.setdefault(layer, {}).update({part: ("U8", shape) for part, shape in shapes})
+                continue
             described = ("F32" if stored_wide(name) else stored, one.shape)
             if one.template.endswith("A_log") and not name.startswith(PREFIX):
                 described = ("F32", one.held)
@@ -136,16 +157,20 @@ def plan_files(tensors: Tensors, limit: int) -> dict[str, Tensors]:
     return {f"model-{i + 1:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards)}
 
 
+def _values(model: K3, source: Checkpoint | None, dtype: str, packed: bool) -> dict[str, Any]:
+    """The `config.json`; it declares a quantisation exactly if there is one."""
+    values = config_to_hf(model.config, dtype) if source is None else json.loads(json.dumps(source.values))
+    declared = text_of(values).pop("quantization_config", None) or values.pop("quantization_config", None)
+    if packed:
+        text_of(values)["quantization_config"] = declared or QUANTIZATION
+    return values
+
+
 def _finish(
-    temporary: Path, directory: Path, model: K3, files: dict[str, Tensors], source: Checkpoint | None, stored: str
+    temporary: Path, directory: Path, files: dict[str, Tensors], values: dict[str, Any], source: Checkpoint | None
 ) -> None:
     """Index, configuration and other files, then the name."""
-    if source is None:
-        values = config_to_hf(model.config, _HF_DTYPES[stored])
-    else:
-        values = json.loads(json.dumps(source.values))
-        for part in (values, text_of(values)):
-            part.pop("quantization_config", None)
+    if source is not None:
         for path in source.directory.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
                 shutil.copyfile(path, temporary / path.name)
@@ -163,9 +188,9 @@ def write_metadata(directory: Path, files: dict[str, Tensors], values: dict[str,
 
 
 class _Exporter:
-    def __init__(self, temporary: Path, mine: dict[str, Tensors], source: Checkpoint | None) -> None:
+    def __init__(self, temporary: Path, mine: dict[str, Tensors], source: Checkpoint | None, packed: bool) -> None:
         self._described = {name: described for held in mine.values() for name, described in held.items()}
-        self._source = source
+        self._source, self._packed = source, packed
         self._reader = Reader()
         self._writer = Writer(temporary, mine)
         self._threads = ThreadPoolExecutor(_THREADS, "k3jax-export")
@@ -193,31 +218,44 @@ class _Exporter:
             futures = []
             for index in np.ndindex(*(stop - start for start, stop in ranges[:stack])):
                 name = found.name(*(i + start for i, (start, _) in zip(index, ranges)))
-                if name in self._writer:
-                    futures += self._submit(name, found.view, tuple(view), values[index])
+                if found.experts is not None and self._packed:
+                    if packed_names(name)[0] in self._writer:
+                        futures += self._submit(self._encode, name, found.view, tuple(view), values[index])
+                elif name in self._writer:
+                    futures += self._submit(self._job, name, found.view, tuple(view), values[index])
             try:
                 settle(futures)
             except (CheckpointFormatError, OSError) as error:
                 self._error = error
 
-    def _submit(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> list[Future]:
+    def _submit(
+        self, job: Callable, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray
+    ) -> list[Future]:
         row = 4 * math.prod(value.shape[1:])
         begin, end = ranges[0]
         return [
-            self._threads.submit(
-                self._job, name, view, ((start, stop), *ranges[1:]), value[start - begin : stop - begin]
-            )
+            self._threads.submit(job, name, view, ((start, stop), *ranges[1:]), value[start - begin : stop - begin])
             for start, stop in _split((begin, end), max(_TASK // row, 1))
         ]
 
     def _job(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> None:
-        dtype = DTYPES[self._described[name][0]]
-        out = np.empty(value.shape, dtype)
-        for start, stop in _split((0, len(value)), 64):  # rows of the tensor are columns here: see `load`
-            out[start:stop] = value[start:stop]
-        if not _finite(out):
-            raise CheckpointFormatError(f"{name} of the model that is exported holds NaN or infinity")
-        self._writer.write(name, view, ranges, out)
+        self._writer.write(name, view, ranges, _rows(name, value, DTYPES[self._described[name][0]]))
+
+    def _encode(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> None:
+        """Rows of an expert as MXFP4."""
+        rows, (begin, end) = ranges
+        if begin % GROUP or end % GROUP:
+            raise CheckpointFormatError(f"{name}: the mesh cuts its inputs at {begin}:{end}, within groups of {GROUP}")
+        codes_name, scales_name = packed_names(name)
+        codes_shape, scales_shape = packed_shapes(view)
+        groups = (rows, (begin // GROUP, end // GROUP))
+        kept = None
+        if self._source is not None and scales_name in self._source.tensors:
+            info = self._source.tensors[scales_name]
+            kept = self._reader.read(scales_name, info, scales_shape, groups).copy()
+        codes, scales = _encoding(_rows(name, value, np.float32), kept)
+        self._writer.write(codes_name, codes_shape, (rows, (begin // 2, end // 2)), np.asarray(codes))
+        self._writer.write(scales_name, scales_shape, groups, np.asarray(scales))
 
     def end(self) -> None:
         """Copies the vision tensors of `like` as they are, and closes the files when all is on disk.
@@ -240,6 +278,16 @@ class _Exporter:
         for start, stop in _split((0, info.shape[0]), max(_TASK // max(math.prod(info.shape[1:]) * 4, 1), 1)):
             ranges = ((start, stop), *((0, size) for size in info.shape[1:]))
             self._writer.write(name, info.shape, ranges, self._reader.read(name, info, info.shape, ranges))
+
+
+def _rows(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
+    """Rows of a tensor in its dtype and order."""
+    out = np.empty(value.shape, dtype)
+    for start, stop in _split((0, len(value)), 64):  # rows of the tensor are columns of the parameter: see `load`
+        out[start:stop] = value[start:stop]
+    if not _finite(out):
+        raise CheckpointFormatError(f"{name} of the model that is exported holds NaN or infinity")
+    return out
 
 
 def _blocks(found: Leaf, array: jax.Array) -> Iterator[tuple[tuple[Range, ...], np.ndarray]]:
@@ -285,6 +333,9 @@ def _first_copies(array: jax.Array) -> Iterator[Any]:
         if ranges not in seen:
             seen.add(ranges)
             yield shard
+
+
+_encoding = jax.jit(encode)
 
 
 @lru_cache

@@ -202,6 +202,27 @@ class Leaf(NamedTuple):
         return value.transpose(*range(lead), *(lead + self.order.index(i) for i in range(len(self.order))))
 
 
+def packed_names(name: str) -> tuple[str, str]:
+    """Names of the MXFP4 codes and scales of an expert's tensor."""
+    stem = name.removesuffix(".weight")
+    return stem + ".weight_packed", stem + ".weight_scale"
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the codes, two to a byte, and of the scales."""
+    return (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // GROUP)
+
+
+def packed_leaves(found: Leaf) -> tuple[Leaf, Leaf]:
+    """Codes and scales of a bank of experts, in the order of axes that they have in the file."""
+    order = tuple(range(len(found.view)))
+    codes, scales = (
+        found._replace(template=name, shape=shape, view=shape, order=order)
+        for name, shape in zip(packed_names(found.template), packed_shapes(found.shape))
+    )
+    return codes, scales
+
+
 def leaf(
     entry: Entry,
     shape: tuple[int, ...],

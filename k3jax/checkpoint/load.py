@@ -29,10 +29,20 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.checkpoint.layout import ROUTER_BIAS, CheckpointFormatError, Leaf, abstract_model, leaves
+from k3jax.checkpoint.layout import (
+    GROUP,
+    ROUTER_BIAS,
+    CheckpointFormatError,
+    Leaf,
+    abstract_model,
+    leaves,
+    packed_leaves,
+)
+from k3jax.checkpoint.mxfp4 import decode
 from k3jax.checkpoint.preflight import Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import Range, Reader, covering
 from k3jax.checkpoint.store import from_paths, to_paths
+from k3jax.config import ConfigError
 from k3jax.model.k3 import K3
 from k3jax.parallel.launch import together
 from k3jax.sharding import shardings
@@ -42,6 +52,7 @@ HOST_BYTES = 1 << 30
 _STAGE = 256 << 20  # two of these are in flight
 _TASK = 8 << 20  # a thread holds one of these, and a part of it in another dtype
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
+NAN_SCALE = 255
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
 Progress = Callable[[int], None]
@@ -149,7 +160,7 @@ class _Part:
 
 class _Importer:
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
-        self._tensors = checkpoint.tensors
+        self._tensors, self._packed = checkpoint.tensors, checkpoint.packed
         self._progress = progress or (lambda _: None)
         self.reader = Reader()
         self._threads = ThreadPoolExecutor(_THREADS, "k3jax-import")
@@ -168,6 +179,8 @@ class _Importer:
             self._check_tails(found)
         local = sharding.shard_shape(shape)
         shards = _shards(sharding, shape)
+        if found.experts is not None and self._packed:
+            return partial(self._decoded, found, shape, sharding, dtype, shards)
         size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
         if size <= _STAGE or _in_place():
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
@@ -195,6 +208,37 @@ class _Importer:
             whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
             chunk = _assemble(whole, sharding, shards, parts)
             array, done = _placing(sharding)(array, chunk, np.array(start, np.int32))
+            in_flight.append(done)
+        return array
+
+    def _decoded(self, found: Leaf, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards) -> jax.Array:
+        """A bank of experts whose codes are decoded on the device."""
+        local = sharding.shard_shape(shape)
+        if local[-2] % GROUP:
+            raise ConfigError(
+                f"{found.path}: the mesh cuts the {shape[-2]} inputs of an expert into {local[-2]} a device, and "
+                f"{GROUP} share a scale; cut experts instead"
+            )
+        array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+        in_flight: deque[jax.Array] = deque()
+        files = _in_file_order(sharding)
+        for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
+            if len(in_flight) > 1:
+                jax.block_until_ready(in_flight.popleft())
+            chunks, futures, pending = [], [], []
+            for part_of, each in zip(packed_leaves(found), (2, GROUP)):
+                parts = {}
+                for ranges in shards:
+                    *lead, inputs, outputs = ((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block))
+                    mine = (*lead, outputs, (inputs[0] // each, inputs[1] // each))
+                    parts[ranges] = _Part(mine, _empty(tuple(stop - begin for begin, stop in mine), np.uint8))
+                futures += self._fill(part_of, parts)
+                pending.append((each, parts))
+            settle(futures)
+            *lead, inputs, outputs = (n * (s // l) for n, s, l in zip(block, shape, local))
+            for each, parts in pending:
+                chunks.append(_assemble((*lead, outputs, inputs // each), files, shards, parts))
+            array, done = _decoding(sharding)(array, *chunks, np.array(start, np.int32))
             in_flight.append(done)
         return array
 
@@ -230,7 +274,7 @@ class _Importer:
         rows = max(_ROWS // max(math.prod(view[1:-1]), 1), 1) if len(view) > 1 else last - first
         for start, stop in _split((first, last), rows):
             block = raw[start - first : stop - first]
-            if not _finite(block):
+            if not (np.all(block != NAN_SCALE) if name.endswith("_scale") else _finite(block)):
                 raise CheckpointFormatError(f"{info.file}: {name} holds NaN or infinity")
             for target, wanted in targets:
                 (top, bottom), *sides = wanted
@@ -239,6 +283,19 @@ class _Importer:
                     columns = (slice(a - r[0], b - r[0]) for (a, b), r in zip(sides, ranges[1:]))
                     target[begin - top : end - top] = block[(slice(begin - start, end - start), *columns)]
         self._progress(raw.nbytes)
+        if name.endswith("_scale") and np.min(raw) <= 1:
+            self._check_tiny(name, ranges, raw <= 1)
+
+    def _check_tiny(self, name: str, ranges: tuple[Range, ...], tiny: np.ndarray) -> None:
+        """Refuses values below the smallest normal number: devices take them for zero. Groups of zeros are fine."""
+        codes = name.removesuffix("_scale") + "_packed"
+        info = self._tensors[codes]
+        each = GROUP // 2
+        rows, (begin, end) = ranges
+        raw = self.reader.read(codes, info, info.shape, (rows, (begin * each, end * each)))
+        zero = np.all((raw & 0x77).reshape(*tiny.shape, each) == 0, axis=-1)
+        if np.any(tiny & ~zero):
+            raise CheckpointFormatError(f"{info.file}: {codes} has values below 2^-126, where bfloat16 is not exact")
 
     def _check_tails(self, found: Leaf) -> None:
         heads = found.held[0]
@@ -267,6 +324,8 @@ def _in_place() -> bool:
 
 def _finite(block: np.ndarray) -> bool:
     """Whether no element is NaN or infinite; on the bits, which is several times as fast for bfloat16."""
+    if block.dtype == np.uint8:
+        return True
     if block.dtype == ml_dtypes.bfloat16:
         return bool(np.max(block.view(np.uint16) & np.uint16(0x7F80), initial=0) < 0x7F80)
     return bool(np.all(np.isfinite(block)))
@@ -308,6 +367,30 @@ def _placing(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
     if isinstance(sharding, NamedSharding):
         specs = (sharding.spec, sharding.spec, P())
+        place = jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+    return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
+
+
+def _in_file_order(sharding: Any) -> Any:
+    """The sharding of [..., in, out] for [..., out, in]."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    lead = 4 - len(sharding.spec)
+    *stack, inputs, outputs = (*sharding.spec, *(None,) * lead)
+    return NamedSharding(sharding.mesh, P(*stack, outputs, inputs))
+
+
+@lru_cache
+def _decoding(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """As `_placing`, of codes and scales in the order of the file."""
+
+    def place(array: jax.Array, codes: jax.Array, scales: jax.Array, start: jax.Array) -> jax.Array:
+        values = decode(codes, scales, array.dtype).swapaxes(-1, -2)
+        return jax.lax.dynamic_update_slice(array, values, tuple(start))
+
+    if isinstance(sharding, NamedSharding):
+        files = _in_file_order(sharding).spec
+        specs = (sharding.spec, files, files, P())
         place = jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
     return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from k3jax.checkpoint.hf_config import config_from_hf, quantization, text_of
 from k3jax.checkpoint.layout import (
-    GROUP,
     PREFIX,
     CheckpointFormatError,
     Leaf,
     leaves,
+    packed_leaves,
     stored_wide,
     vision_tensors,
 )
@@ -110,12 +110,6 @@ def preflight(directory: str | Path, *, any_float: bool = False) -> Checkpoint:
     return Checkpoint(directory, values, config, tensors, found, packed, tuple(vision))
 
 
-def packed_names(name: str) -> tuple[str, str]:
-    """Names of the codes and the scales of an expert's packed tensor."""
-    stem = name.removesuffix(".weight")
-    return stem + ".weight_packed", stem + ".weight_scale"
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
@@ -178,11 +172,8 @@ def _expected(found: list[Leaf], dtype: str, packed: bool) -> dict[str, tuple[st
             heads = one.held[0]
             shapes = (one.shape, (heads,), (1, 1, heads, 1))
         if one.experts is not None and packed:
-            rows, columns = one.shape
-            for name in one.names():
-                codes, scales = packed_names(name)
-                out[codes] = ("U8", ((rows, columns // 2),))
-                out[scales] = ("U8", ((rows, columns // GROUP),))
+            for part in packed_leaves(one):
+                out |= dict.fromkeys(part.names(), ("U8", (part.shape,)))
         else:
             out |= dict.fromkeys(one.names(), (wide, shapes))
     return out

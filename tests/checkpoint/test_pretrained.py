@@ -54,6 +54,12 @@ def test_import_places_the_same_values_on_every_mesh(tiny, mesh):
         np.testing.assert_array_equal(got.router_bias, tiny[1])
 
 
+@pytest.fixture(scope="module")
+def small():
+    """A fresh model and its router biases."""
+    return k3jax.create(micro()), jnp.arange(32.0).reshape(4, 8)
+
+
 @pytest.fixture
 def staged(monkeypatch):
     """As on devices that have memory of their own, with little staging."""
@@ -62,10 +68,10 @@ def staged(monkeypatch):
         monkeypatch.setattr(module, "_STAGE", 8 << 10)
 
 
-@pytest.mark.parametrize("mesh", ["one", "rest"])
-def test_staged_pieces_make_the_same_arrays_and_files(staged, tmp_path, mesh):
-    config = micro()
-    model, bias = k3jax.create(config), jnp.arange(32.0).reshape(4, 8)
+@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "rest"])
+def test_staged_pieces_make_the_same_arrays_and_files(staged, small, tmp_path, mesh):
+    model, bias = small
+    config = model.config
     with on(MESHES[mesh]):
         if MESHES[mesh] is not None:
             model = jax.device_put(model, shardings(model, jax.sharding.get_mesh(), at_rest=True))
@@ -100,8 +106,8 @@ def test_untouched_export_has_the_same_bytes(tmp_path):
     assert all(file.stat().st_size < 500_000 for file in files)
 
 
-def test_export_without_a_source_has_the_releases_names_dtypes_and_padding(tmp_path):
-    model, bias = k3jax.create(micro()), jnp.zeros((4, 8))
+def test_export_without_a_source_has_the_releases_names_dtypes_and_padding(small, tmp_path):
+    model, bias = small
     k3jax.export_pretrained(model, bias, tmp_path / "x")
     tensors = read(tmp_path / "x")
     a_log = tensors[LM + "model.layers.0.self_attn.A_log"]
@@ -116,9 +122,9 @@ def test_export_without_a_source_has_the_releases_names_dtypes_and_padding(tmp_p
         assert np.array_equal(a, b) or np.array_equal(a, wide)
 
 
-def test_the_import_of_an_import_keeps_float32_where_the_release_has_it(tmp_path):
-    model = k3jax.create(micro())
-    k3jax.export_pretrained(model, jnp.zeros((4, 8)), tmp_path / "x")
+def test_the_import_of_an_import_keeps_float32_where_the_release_has_it(small, tmp_path):
+    model, bias = small
+    k3jax.export_pretrained(model, bias, tmp_path / "x")
     got = load_pretrained(tmp_path / "x", kda=model.config.kda)
     assert got.model.config.param_dtype == "bfloat16"
     k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "y", like=tmp_path / "x")
@@ -182,10 +188,9 @@ def test_export_is_complete_or_absent(tmp_path):
         k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=TINY)
 
 
-def test_export_like_another_geometry_is_refused(tmp_path):
-    model = k3jax.create(micro())
+def test_export_like_another_geometry_is_refused(small, tmp_path):
     with pytest.raises(CheckpointFormatError, match="geometry"):
-        k3jax.export_pretrained(model, jnp.zeros((4, 8)), tmp_path / "x", like=TINY)
+        k3jax.export_pretrained(*small, tmp_path / "x", like=TINY)
 
 
 def kimi_linear(rng) -> tuple[dict, dict[str, np.ndarray]]:
