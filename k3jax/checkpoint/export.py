@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,7 +128,7 @@ def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None = Non
                 continue
             described = ("F32" if stored_wide(name) else stored, one.shape)
             if one.template.endswith("A_log") and not name.startswith(PREFIX):
-                described = ("F32", one.held)
+                described = ("F32", (1, 1, *one.held, 1))
             if source is not None and name in source.tensors:
                 info = source.tensors[name]
                 described = (info.dtype, info.shape)
@@ -146,6 +147,7 @@ def _size(described: tuple[str, tuple[int, ...]]) -> int:
 
 
 def plan_files(tensors: Tensors, limit: int) -> dict[str, Tensors]:
+    """Tensors in their order by file, at most `limit` bytes each but for a tensor that is larger."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, described in tensors.items():
@@ -175,16 +177,25 @@ def _finish(
             if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
                 shutil.copyfile(path, temporary / path.name)
     write_metadata(temporary, files, values)
+    _to_disk(temporary)
     temporary.rename(directory)
+    _to_disk(directory.parent)
 
 
 def write_metadata(directory: Path, files: dict[str, Tensors], values: dict[str, Any]) -> None:
     """`config.json` and the index."""
-    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     total = sum(_size(described) for held in files.values() for described in held.values())
     weight_map = {name: file for file, held in files.items() for name in held}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for name, content in (("config.json", values), (INDEX, index)):
+        (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        _to_disk(directory / name)
+
+
+def _to_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 class _Exporter:

@@ -1,6 +1,6 @@
 """Models from directories in the released layout, streamed into the shards of the current mesh.
 
-    loaded = load_pretrained("Kimi-K3", experts="packed")
+    loaded = load_pretrained("Kimi-K3")
     logits = loaded.model(tokens, router_bias=loaded.router_bias)
 
 Each process reads the byte ranges that its devices hold, a few MiB at a time, and turns them into the parameter's
@@ -49,10 +49,10 @@ from k3jax.sharding import shardings
 
 HOST_BYTES = 1 << 30
 """Most host memory that an import takes beside the arrays it returns (and beside the headers of the shards)."""
-_STAGE = 256 << 20  # two of these are in flight
+_STAGE = 128 << 20  # five of these at most: three that are filled or copied, two of smaller parameters begun after
 _TASK = 8 << 20  # a thread holds one of these, and a part of it in another dtype
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
-NAN_SCALE = 255
+_NAN_SCALE = 255
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
 Progress = Callable[[int], None]
@@ -179,66 +179,55 @@ class _Importer:
             self._check_tails(found)
         local = sharding.shard_shape(shape)
         shards = _shards(sharding, shape)
-        if found.experts is not None and self._packed:
-            return partial(self._decoded, found, shape, sharding, dtype, shards)
+        packed = found.experts is not None and self._packed
         size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
-        if size <= _STAGE or _in_place():
+        if not packed and (size <= _STAGE or _in_place()):
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
             futures = self._fill(found, parts)
 
             def end() -> jax.Array:
                 settle(futures)
-                return _assemble(shape, sharding, shards, parts)
+                return jax.block_until_ready(_assemble(shape, sharding, shards, parts))
 
             return end
-        return partial(self._staged, found, shape, sharding, dtype, shards)
+        return partial(self._staged, found, packed, shape, sharding, dtype, shards)
 
-    def _staged(self, found: Leaf, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards) -> jax.Array:
+    def _staged(
+        self, found: Leaf, packed: bool, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards
+    ) -> jax.Array:
+        """Chunk by chunk through host buffers; packed experts are decoded on the device."""
         local = sharding.shard_shape(shape)
-        array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-        in_flight: deque[jax.Array] = deque()
-        for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
-            if len(in_flight) > 1:
-                jax.block_until_ready(in_flight.popleft())
-            parts = {}
-            for ranges in shards:
-                mine = tuple((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block))
-                parts[ranges] = _Part(mine, _empty(block, dtype))
-            settle(self._fill(found, parts))
-            whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
-            chunk = _assemble(whole, sharding, shards, parts)
-            array, done = _placing(sharding)(array, chunk, np.array(start, np.int32))
-            in_flight.append(done)
-        return array
-
-    def _decoded(self, found: Leaf, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards) -> jax.Array:
-        """A bank of experts whose codes are decoded on the device."""
-        local = sharding.shard_shape(shape)
-        if local[-2] % GROUP:
+        if packed and local[-2] % GROUP:
             raise ConfigError(
                 f"{found.path}: the mesh cuts the {shape[-2]} inputs of an expert into {local[-2]} a device, and "
                 f"{GROUP} share a scale; cut experts instead"
             )
+        sources = list(zip(packed_leaves(found), (2, GROUP))) if packed else [(found, 1)]
+        turned: Callable[[tuple], tuple] = _out_in if packed else lambda axes: axes
+        place = _in_file_order(sharding) if packed else sharding
+        copies = turned(tuple(s // l for s, l in zip(shape, local)))
         array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
         in_flight: deque[jax.Array] = deque()
-        files = _in_file_order(sharding)
         for start, block in _chunks(found, local, np.dtype(dtype).itemsize, _STAGE // len(shards)):
             if len(in_flight) > 1:
                 jax.block_until_ready(in_flight.popleft())
-            chunks, futures, pending = [], [], []
-            for part_of, each in zip(packed_leaves(found), (2, GROUP)):
+            filled, futures = [], []
+            for source, each in sources:
                 parts = {}
                 for ranges in shards:
-                    *lead, inputs, outputs = ((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block))
-                    mine = (*lead, outputs, (inputs[0] // each, inputs[1] // each))
-                    parts[ranges] = _Part(mine, _empty(tuple(stop - begin for begin, stop in mine), np.uint8))
-                futures += self._fill(part_of, parts)
-                pending.append((each, parts))
+                    *lead, last = turned(tuple((r[0] + at, r[0] + at + n) for r, at, n in zip(ranges, start, block)))
+                    mine = (*lead, (last[0] // each, last[1] // each))
+                    size = tuple(stop - begin for begin, stop in mine)
+                    parts[ranges] = _Part(mine, _empty(size, np.uint8 if packed else dtype))
+                futures += self._fill(source, parts)
+                filled.append(parts)
             settle(futures)
-            *lead, inputs, outputs = (n * (s // l) for n, s, l in zip(block, shape, local))
-            for each, parts in pending:
-                chunks.append(_assemble((*lead, outputs, inputs // each), files, shards, parts))
-            array, done = _decoding(sharding)(array, *chunks, np.array(start, np.int32))
+            chunks = []
+            for parts in filled:
+                one = next(iter(parts.values())).array.shape
+                whole = tuple(n * count for n, count in zip(one, copies))
+                chunks.append(_assemble(whole, place, shards, parts))
+            array, done = _writing(sharding, packed)(array, np.array(start, np.int32), *chunks)
             in_flight.append(done)
         return array
 
@@ -254,8 +243,7 @@ class _Importer:
             target = found.to_view(part.array)
             for index in np.ndindex(*(stop - start for start, stop in part.ranges[:stack])):
                 place = tuple(i + start for i, (start, _) in zip(index, part.ranges))
-                itemsize = 2  # of the smallest floating dtype
-                key = (place, covering(found.view, view, itemsize))
+                key = (place, covering(found.view, view, self._tensors[found.name(*place)].itemsize))
                 jobs.setdefault(key, []).append((target[index], tuple(view)))
         futures = []
         for (place, ranges), targets in jobs.items():
@@ -274,7 +262,7 @@ class _Importer:
         rows = max(_ROWS // max(math.prod(view[1:-1]), 1), 1) if len(view) > 1 else last - first
         for start, stop in _split((first, last), rows):
             block = raw[start - first : stop - first]
-            if not (np.all(block != NAN_SCALE) if name.endswith("_scale") else _finite(block)):
+            if not (np.all(block != _NAN_SCALE) if name.endswith("_scale") else _finite(block)):
                 raise CheckpointFormatError(f"{info.file}: {name} holds NaN or infinity")
             for target, wanted in targets:
                 (top, bottom), *sides = wanted
@@ -358,41 +346,34 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
-@lru_cache
-def _placing(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Writes each device's part of a chunk at the same place of its shard; also returns when that is done."""
-
-    def place(array: jax.Array, chunk: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(array, chunk, tuple(start))
-
-    if isinstance(sharding, NamedSharding):
-        specs = (sharding.spec, sharding.spec, P())
-        place = jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
-    return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
+def _out_in(axes: tuple) -> tuple:
+    """[..., in, out] in the order of a file."""
+    *lead, inputs, outputs = axes
+    return (*lead, outputs, inputs)
 
 
 def _in_file_order(sharding: Any) -> Any:
-    """The sharding of [..., in, out] for [..., out, in]."""
+    """The sharding of a bank of experts [layers, E, in, out] for [layers, E, out, in]."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    lead = 4 - len(sharding.spec)
-    *stack, inputs, outputs = (*sharding.spec, *(None,) * lead)
-    return NamedSharding(sharding.mesh, P(*stack, outputs, inputs))
+    spec = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, P(*_out_in(spec)))
 
 
 @lru_cache
-def _decoding(sharding: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """As `_placing`, of codes and scales in the order of the file."""
+def _writing(sharding: Any, packed: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Writes each device's part of a chunk at the same place of its shard; also returns when that is done."""
 
-    def place(array: jax.Array, codes: jax.Array, scales: jax.Array, start: jax.Array) -> jax.Array:
-        values = decode(codes, scales, array.dtype).swapaxes(-1, -2)
+    def write(array: jax.Array, start: jax.Array, *chunk: jax.Array) -> jax.Array:
+        values = decode(chunk[0], chunk[1], array.dtype).swapaxes(-1, -2) if packed else chunk[0]
         return jax.lax.dynamic_update_slice(array, values, tuple(start))
 
     if isinstance(sharding, NamedSharding):
-        files = _in_file_order(sharding).spec
-        specs = (sharding.spec, files, files, P())
-        place = jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
-    return jax.jit(lambda *args: (place(*args), jnp.zeros(())), donate_argnums=0)
+        spec = sharding.spec
+        chunk = (_in_file_order(sharding).spec,) * 2 if packed else (spec,)
+        specs = (spec, P(), *chunk)
+        write = jax.shard_map(write, mesh=sharding.mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    return jax.jit(lambda *args: (write(*args), jnp.zeros(())), donate_argnums=0)
 
 
 def _chunks(

@@ -50,6 +50,10 @@ class TensorInfo(NamedTuple):
     start: int  # byte in the file
     stop: int
 
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(DTYPES[self.dtype]).itemsize
+
 
 def dtype_name(dtype: Any) -> str:
     """The format's name of a numpy dtype."""
