@@ -159,13 +159,15 @@ class ModelConfig:
     num_dense_layers: int = 1
     attn_res_block_size: int | None = 12
     """Decoder layers in an AttnRes block; None turns attention residuals off (plain pre-norm residuals)."""
-    situ_beta: float = 4.0
+    situ_beta: float | None = 4.0
+    """None: SwiGLU's SiLU instead of SiTU's bounded gate (Kimi-Linear, with `situ_linear_beta` None)."""
     situ_linear_beta: float | None = 25.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
     dtype: DType = "float32"
     """Compute dtype of matrix products and of the residual stream."""
     param_dtype: DType = "float32"
+    """Of parameters; gates, short convolutions and output norm of KDA are at least float32."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "hidden_size", "num_layers", "dense_size", "norm_eps")

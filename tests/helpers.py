@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from k3jax.checkpoint import hf
+from k3jax.checkpoint import hf, layout
+from k3jax.checkpoint.hf_config import config_from_hf
 from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -65,14 +66,7 @@ def micro(**overrides: Any) -> ModelConfig:
 def config_of_case(case: dict) -> ModelConfig:
     """`ModelConfig` of a golden layer case (which leaves out what a layer does not need)."""
     values = case["config"] | {"vocab_size": 8, "num_hidden_layers": 4, "first_k_dense_replace": 1}
-    linear = dict(values["linear_attn_config"])
-    softplus = linear["gate_lower_bound"] is None
-    values["linear_attn_config"] = linear | ({"gate_lower_bound": -5.0} if softplus else {})
-    config = hf.config_from_hf(values)
-    if softplus:
-        kda = KDAConfig(**{f: getattr(config.kda, f) for f in config.kda.__dataclass_fields__} | {"gate": "softplus"})
-        config = hf.config_from_hf(values, kda=kda)
-    return config
+    return config_from_hf(values)
 
 
 def fill(module: nnx.Module, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32) -> nnx.Module:
@@ -80,19 +74,22 @@ def fill(module: nnx.Module, arrays: dict[str, np.ndarray], dtype: Any = jnp.flo
     graph, state = nnx.split(module)
     pure: dict = {}
     for path, value in arrays.items():
-        hf._set(pure, path, jnp.asarray(value, dtype))
+        layout.put(pure, path, jnp.asarray(value, dtype))
     assert jax.tree.structure(pure) == jax.tree.structure(nnx.to_pure_dict(state)), (pure.keys(), state)
     nnx.replace_by_pure_dict(state, pure)
     return nnx.merge(graph, state)
 
 
-def read_mixer(entries: list[hf.Entry], shapes: dict, data: dict[str, np.ndarray], group: str) -> dict[str, np.ndarray]:
+def read_mixer(
+    entries: list[layout.Entry], shapes: dict, data: dict[str, np.ndarray], group: str
+) -> dict[str, np.ndarray]:
     """Golden `param.*` or `grad.*` arrays of a mixer as {our name: array}."""
     out = {}
     for entry in entries:
         ours = entry.path.removeprefix("mixer.").removeprefix("ffn.")
         theirs = entry.name.removeprefix("self_attn.").removeprefix("block_sparse_moe.").removeprefix("mlp.")
-        out[ours] = hf._to_ours(entry, data[f"{group}.{theirs}"], shapes[ours], theirs)
+        if entry.kind not in ("k_b", "v_b"):
+            out[ours] = hf.to_param(layout.leaf(entry, shapes[ours]), data[f"{group}.{theirs}"], theirs)
     return out
 
 

@@ -43,10 +43,14 @@ class Maker:
         self._dtype = jnp.dtype(config.param_dtype)
         self._normal = normal(config.init_std)
 
-    def __call__(self, axes: str, *shape: int, init: Init | None = None):
-        """`make("embed heads kda_key", D, H, K)`; matrices are N(0, init_std) unless told otherwise."""
+    def __call__(self, axes: str, *shape: int, init: Init | None = None, wide: bool = False):
+        """`make("embed heads kda_key", D, H, K)`; matrices are N(0, init_std) unless told otherwise.
+
+        `wide` parameters are at least float32 whatever the config says: the release stores them so.
+        """
         self._key, key = jax.random.split(self._key)
-        return param(key, shape, tuple(axes.split()), init or self._normal, self._dtype)
+        dtype = jnp.promote_types(self._dtype, jnp.float32) if wide else self._dtype
+        return param(key, shape, tuple(axes.split()), init or self._normal, dtype)
 
     def key(self) -> jax.Array:
         self._key, key = jax.random.split(self._key)

@@ -42,9 +42,9 @@ class KDA(nnx.Module):
         self.q_proj = make("embed heads kda_key", D, H, K)
         self.k_proj = make("embed heads kda_key", D, H, K)
         self.v_proj = make("embed heads kda_value", D, H, K)
-        self.q_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform)
-        self.k_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform)
-        self.v_conv = make("heads kda_value conv", H, K, W, init=init.conv_uniform)
+        self.q_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform, wide=True)
+        self.k_conv = make("heads kda_key conv", H, K, W, init=init.conv_uniform, wide=True)
+        self.v_conv = make("heads kda_value conv", H, K, W, init=init.conv_uniform, wide=True)
         self.f_a = make("embed lora", D, K)
         self.f_b = make("lora heads kda_key", K, H, K)
         self.b_proj = make("embed heads", D, H)
@@ -53,9 +53,9 @@ class KDA(nnx.Module):
         else:
             self.g_a = make("embed lora", D, K)
             self.g_b = make("lora heads kda_value", K, H, K)
-        self.A_log = make("heads", H, init=init.zeros)
-        self.dt_bias = make("heads kda_key", H, K, init=init.mamba_dt_bias)
-        self.o_norm = make("kda_value", K, init=init.ones)
+        self.A_log = make("heads", H, init=init.zeros, wide=True)
+        self.dt_bias = make("heads kda_key", H, K, init=init.mamba_dt_bias, wide=True)
+        self.o_norm = make("kda_value", K, init=init.ones, wide=True)
         self.o_proj = make("heads kda_value embed", H, K, D)
 
     def _output_gate(self, x_BTD: jax.Array) -> jax.Array:

@@ -58,7 +58,8 @@ def _kda(config: RunConfig) -> dict[str, str]:
     H, K, W = layer.num_heads, layer.head_dim, layer.conv_size
     rows, length = _tokens(config)
     x_BTHK = _like((rows, length, H, K), dtype)
-    taps, ids = _like((H, K, W), config.model.param_dtype), _like((rows, length), "int32")
+    wide = str(jnp.promote_types(config.model.param_dtype, jnp.float32))
+    taps, ids = _like((H, K, W), wide), _like((rows, length), "int32")
     recurrence = kda.resolve_for(layer.implementation, dtype, K)
     cache = jax.eval_shape(lambda: kda_cache(config.model, 1))
     beside = beside_kda(layer)

@@ -24,7 +24,7 @@ class TrainState:
     """The state of a run between two optimizer steps."""
 
     step: jax.Array  # int32 [], updates applied; a skipped step does not count
-    params: K3  # leaves in config.model.param_dtype
+    params: K3  # leaves in config.model.param_dtype, some at least float32
     opt_state: optax.OptState
     router_bias: jax.Array  # float32 [MoE layers, experts]; follows the loads, gets no gradient
     rng: jax.Array  # uint32 [2], key data of the run

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import config_of_case, fill, flat_arrays, golden_cases, read_mixer, relmax, shapes_of
 
-from k3jax.checkpoint import hf
+from k3jax.checkpoint import layout
 from k3jax.model.kda import KDA
 from k3jax.model.mla import MLA
 from k3jax.model.mlp import MLP
@@ -41,7 +41,7 @@ def test_kda_layer_matches_golden(golden, case, implementation):
     data, config = golden("g2_kda_layer", case), config_of_case(golden_cases("g2_kda_layer")[case])
     config = jax.tree_util.tree_map(lambda c: c, config)
     layer = KDA(_with_implementation(config, implementation), jax.random.key(0))
-    entries, shapes = hf._kda_entries(config.kda), shapes_of(layer)
+    entries, shapes = layout.kda_entries(config.kda), shapes_of(layer)
     layer = fill(layer, read_mixer(entries, shapes, data, "param"))
     ids = None
     if "in.attention_mask" in data:
@@ -59,7 +59,7 @@ def _with_implementation(config, implementation):
 
 
 def _mla_arrays(config, shapes, data, group):
-    out = read_mixer(hf._mla_entries(config.mla), shapes, data, group)
+    out = read_mixer(layout.mla_entries(config.mla), shapes, data, group)
     mla = config.mla
     joined = data[f"{group}.kv_b_proj.weight"].T.reshape(mla.kv_lora_rank, mla.num_heads, -1)
     return out | {"k_b": joined[..., : mla.qk_nope_head_dim], "v_b": joined[..., mla.qk_nope_head_dim :]}
@@ -141,7 +141,7 @@ def test_rms_norm_matches_golden(golden, case):
 def test_dense_mlp_matches_golden(golden):
     data, config = golden("g5_moe", "dense_mlp"), config_of_case(G5["dense_mlp"])
     layer = MLP(config, config.dense_size, jax.random.key(0))
-    entries, shapes = hf._mlp_entries("", "ffn"), shapes_of(layer)
+    entries, shapes = layout.mlp_entries("", "ffn"), shapes_of(layer)
     layer = fill(layer, read_mixer(entries, shapes, data, "param"))
     check_layer(layer, lambda m, x: m(x), data, read_mixer(entries, shapes, data, "grad"), 1e-5, 5e-5)
 
@@ -184,7 +184,7 @@ def test_latent_moe_matches_golden(golden, case, implementation):
     data, config = golden("g5_moe", case), config_of_case(G5[case])
     config = replace(config, moe=replace(config.moe, implementation=implementation))
     layer = LatentMoE(config, jax.random.key(0))
-    entries, shapes = hf._moe_entries(config.moe), shapes_of(layer)
+    entries, shapes = layout.moe_entries(config.moe), shapes_of(layer)
 
     def arrays(group):
         out = read_mixer(entries, shapes, data, group)

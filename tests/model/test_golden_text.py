@@ -11,6 +11,8 @@ from helpers import GOLDEN, golden_cases, relmax
 from safetensors.numpy import load_file
 
 from k3jax.checkpoint import hf
+from k3jax.checkpoint.hf_config import config_from_hf
+from k3jax.checkpoint.layout import CheckpointFormatError
 
 TINY = GOLDEN / "g9_checkpoint" / "tiny_k3"
 
@@ -41,7 +43,7 @@ def test_text_logits_match_golden(golden, tiny, case):
 @pytest.mark.parametrize("implementation", ["dense", "blocked", "ragged"])
 def test_text_logits_do_not_depend_on_the_expert_implementation(golden, implementation):
     data = golden("g7_text", "plain")
-    config = hf.config_from_hf(json.loads((TINY / "config.json").read_text()))
+    config = config_from_hf(json.loads((TINY / "config.json").read_text()))
     model, bias = hf.load_hf(TINY, moe=replace(config.moe, implementation=implementation))
     check_logits(jax.jit(lambda m, t: m(t, router_bias=bias))(model, data["in.input_ids"]), data["ref64.logits"])
 
@@ -49,7 +51,7 @@ def test_text_logits_do_not_depend_on_the_expert_implementation(golden, implemen
 def test_model_without_attention_residuals_matches_golden(golden):
     data = golden("g7_text", "no_attn_res")
     tensors = {k: v for k, v in load_file(TINY / "model.safetensors").items() if "_res_" not in k}
-    config = hf.config_from_hf(json.loads((TINY / "config.json").read_text()), attn_res_block_size=None)
+    config = config_from_hf(json.loads((TINY / "config.json").read_text()), attn_res_block_size=None)
     model, bias = hf.from_hf(tensors, config)
     check_logits(jax.jit(lambda m, t: m(t, router_bias=bias))(model, data["in.input_ids"]), data["ref64.logits"])
 
@@ -107,7 +109,7 @@ def test_a_log_padding_is_not_read_and_its_values_are_per_head(tiny):
     changed = dict(tensors)
     changed[name] = tensors[name].copy()
     changed[name][config.kda.num_heads] = 1.0
-    with pytest.raises(hf.CheckpointFormatError, match="zero padding"):
+    with pytest.raises(CheckpointFormatError, match="zero padding"):
         hf.from_hf(changed, config)
     changed[name] = tensors[name].copy()
     changed[name][0] += 1.0
@@ -118,7 +120,7 @@ def test_a_log_padding_is_not_read_and_its_values_are_per_head(tiny):
 def test_missing_and_misshapen_tensors_are_named(tiny):
     tensors = load_file(TINY / "model.safetensors")
     name = "language_model.model.layers.2.self_attn.q_proj.weight"
-    with pytest.raises(hf.CheckpointFormatError, match="layers.2.self_attn.q_proj"):
+    with pytest.raises(CheckpointFormatError, match="layers.2.self_attn.q_proj"):
         hf.from_hf({k: v for k, v in tensors.items() if k != name}, tiny[0].config)
-    with pytest.raises(hf.CheckpointFormatError, match="layers.2.self_attn.q_proj"):
+    with pytest.raises(CheckpointFormatError, match="layers.2.self_attn.q_proj"):
         hf.from_hf(tensors | {name: tensors[name][:-1]}, tiny[0].config)

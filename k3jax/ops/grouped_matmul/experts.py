@@ -33,7 +33,7 @@ from k3jax.ops.situ import situ_glu, situ_glu_backward
 class ExpertOptions(NamedTuple):
     """What is static about `expert_mlp`."""
 
-    beta: float
+    beta: float | None
     linear_beta: float | None
     align: int
     implementation: Implementation

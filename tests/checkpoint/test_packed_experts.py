@@ -1,0 +1,176 @@
+"""Directories whose experts are MXFP4: values, logits, and the same bytes back."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from released import LM, PACKED, assert_same_tensors, changed, read, values_of
+
+import k3jax
+from k3jax.checkpoint import export, load
+from k3jax.checkpoint.layout import CheckpointFormatError
+from k3jax.checkpoint.load import load_pretrained
+from k3jax.checkpoint.mxfp4 import decode
+from k3jax.checkpoint.preflight import preflight
+from k3jax.config import MeshConfig
+from k3jax.sharding import make_mesh
+
+GOLDEN = PACKED.parent
+EXPERT = LM + "model.layers.{}.block_sparse_moe.experts.{}.{}"
+FLOATS = {"dtype": "float32", "param_dtype": "float32"}
+
+
+def dequantised(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """What the format says, in numpy, sharing nothing with the codec."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    values = magnitudes[codes & 7] * np.where(codes & 8, -1.0, 1.0)
+    return (values * np.repeat(2.0 ** (scale.astype(int) - 127), 32, axis=1)).astype(np.float32)
+
+
+def experts_of(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        name.removesuffix("_packed"): dequantised(value, tensors[name.removesuffix("_packed") + "_scale"])
+        for name, value in tensors.items()
+        if name.endswith("_packed")
+    }
+
+
+@pytest.fixture(scope="module")
+def golden_logits():
+    return dict(np.load(GOLDEN / "mxfp4_logits_and_dequant.npz"))
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return load_pretrained(PACKED, **FLOATS)
+
+
+def test_known_answers_of_the_codec():
+    data = np.load(GOLDEN / "mxfp4_codec.npz")
+    np.testing.assert_array_equal(decode(data["in.packed"], data["in.scale"], jnp.float32), data["out.values"])
+    rows = np.delete(np.arange(16), [1, 2])  # those hold subnormal numbers
+    every = decode(data["in.all_bytes_packed"][rows], data["in.all_bytes_scale"][rows], jnp.bfloat16)
+    np.testing.assert_array_equal(every.astype(jnp.float32), data["out.all_bytes_bf16_as_f32"][rows])
+    two_twelve = decode(np.full((1, 16), 0x72, np.uint8), np.full((1, 1), 128, np.uint8), jnp.float32)
+    np.testing.assert_array_equal(two_twelve[0, :2], [2, 12])
+
+
+def test_decoded_experts_are_the_golden_ones(packed, golden_logits):
+    names = json.loads((GOLDEN / "mxfp4_names.json").read_text())
+    mine = {}
+    for layer in range(1, 9):
+        ffn = packed.model.layer(layer).ffn
+        for w in ("w1", "w2", "w3"):
+            for expert, value in enumerate(np.asarray(getattr(ffn, w)[...])):
+                mine[EXPERT.format(layer, expert, w) + ".weight"] = value.T
+    assert sorted(mine) == sorted(names)
+    for name, value in golden_logits.items():
+        if name.startswith("deq."):
+            np.testing.assert_array_equal(mine[name.removeprefix("deq.")], value)
+    np.testing.assert_allclose([mine[n].sum() for n in names], golden_logits["deq_sum"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose([np.abs(mine[n]).sum() for n in names], golden_logits["deq_abs_sum"], rtol=1e-5)
+    for name, value in experts_of(read(PACKED)).items():
+        np.testing.assert_array_equal(mine[name], value)
+
+
+def test_logits_of_the_packed_checkpoint_match_golden(packed, golden_logits):
+    run = jax.jit(lambda m, t: m(t, router_bias=packed.router_bias))
+    error = np.asarray(run(packed.model, golden_logits["in.input_ids"]), np.float64) - golden_logits["ref64.logits"]
+    assert np.linalg.norm(error) / np.linalg.norm(golden_logits["ref64.logits"]) <= 1.5e-4
+    assert np.max(np.abs(error)) <= 4e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_untouched_packed_experts_come_back_with_the_same_bytes(tmp_path, dtype):
+    got = load_pretrained(PACKED, param_dtype=dtype)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=PACKED)
+    assert_same_tensors(read(tmp_path / "x"), read(PACKED))
+    assert values_of(tmp_path / "x") == values_of(PACKED)
+
+
+def test_source_scales_are_kept_where_values_did_not_change(tmp_path):
+    """A group whose largest code is 3 is what another rule made: ours would halve its scale."""
+    name = EXPERT.format(3, 5, "w1") + ".weight"
+
+    def change(tensors):
+        codes = tensors[name + "_packed"] = tensors[name + "_packed"].copy()
+        codes[:] = np.where(np.arange(16) % 2, 0x25, 0xD1)
+
+    source = changed(PACKED, tmp_path / "source", change)
+    got = load_pretrained(source, **FLOATS)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "same", like=source)
+    before = read(source)
+    assert_same_tensors(read(tmp_path / "same"), before)
+
+    (segment, run, place) = next(
+        (i, j, numbers.index(3))
+        for i, plan in enumerate(got.model.plans)
+        for j, (_, numbers) in enumerate(plan.run_layers())
+        if 3 in numbers
+    )
+    w1 = got.model.segments[segment].runs[run].ffn.w1
+    w1[...] = w1[...].at[place, 5, 7, 11].multiply(1.01)  # one input of output 11
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "other", like=source)
+    after = read(tmp_path / "other")
+    row = after[name + "_packed"][11:12], after[name + "_scale"][11:12]
+    assert row[1] == before[name + "_scale"][11] - 1
+    np.testing.assert_allclose(dequantised(*row)[0], np.asarray(w1[place, 5, :, 11]), rtol=0.02)
+    for part in ("_packed", "_scale"):
+        after[name + part][11] = before[name + part][11]
+    assert_same_tensors(after, before)
+
+
+def test_plain_experts_become_packed_ones_and_back(tmp_path):
+    got = load_pretrained(PACKED)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "plain", like=PACKED, experts="plain")
+    plain = read(tmp_path / "plain")
+    assert "quantization_config" not in values_of(tmp_path / "plain")["text_config"]
+    for name, value in experts_of(read(PACKED)).items():
+        assert plain[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(plain[name].astype(np.float32), value)
+    again = load_pretrained(tmp_path / "plain")
+    k3jax.export_pretrained(again.model, again.router_bias, tmp_path / "y", like=tmp_path / "plain", experts="mxfp4")
+    assert preflight(tmp_path / "y").packed
+    for name, value in experts_of(read(tmp_path / "y")).items():
+        np.testing.assert_array_equal(value, plain[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_packed_experts_land_in_shards_and_leave_them(monkeypatch, packed, tmp_path, fsdp):
+    monkeypatch.setattr(load, "_STAGE", 64 << 10)
+    monkeypatch.setattr(export, "_STAGE", 64 << 10)
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, expert=4, fsdp=fsdp))):
+        got = load_pretrained(PACKED, fsdp=fsdp, **FLOATS)
+        for a, b in zip(jax.tree.leaves(got.model), jax.tree.leaves(packed.model)):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=PACKED)
+    assert_same_tensors(read(tmp_path / "x"), read(PACKED))
+
+
+def _scale(value: int, zero: bool = False):
+    name = EXPERT.format(2, 3, "w2") + ".weight"
+
+    def change(tensors):
+        scale = tensors[name + "_scale"] = tensors[name + "_scale"].copy()
+        scale[5, 0] = value
+        if zero:
+            codes = tensors[name + "_packed"] = tensors[name + "_packed"].copy()
+            codes[5, :16] = 0x80
+
+    return change
+
+
+def test_scales_that_mean_nan_or_lose_bits_are_named(tmp_path):
+    name = EXPERT.format(2, 3, "w2").replace(".", r"\.")
+    with pytest.raises(CheckpointFormatError, match=rf"\.safetensors: {name}\.weight_scale holds NaN"):
+        load_pretrained(changed(PACKED, tmp_path / "nan", _scale(255)))
+    with pytest.raises(CheckpointFormatError, match=rf"\.safetensors: {name}\.weight_packed has values below"):
+        load_pretrained(changed(PACKED, tmp_path / "tiny", _scale(1)))
+    zeros = changed(PACKED, tmp_path / "zeros", _scale(0, zero=True))
+    got = load_pretrained(zeros)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=zeros)
+    assert_same_tensors(read(tmp_path / "x"), read(zeros))
