@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes take turns
@@ -33,7 +34,7 @@ from k3jax.sharding import make_mesh
 from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.pipeline import PipelineTrainer
-from k3jax.train.state import abstract_params, abstract_state, create_state
+from k3jax.train.state import abstract_params, abstract_state, creator
 from k3jax.train.step import abstract_batch, compiler_options, make_train_step, place_batch
 
 MARK = "RESULT "
@@ -65,7 +66,7 @@ def prepared(config: RunConfig, mesh: jax.sharding.Mesh) -> tuple[Any, Callable[
     data = open_data(config.data, config.model.vocab_size)
     if config.mesh.pipe > 1:
         pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes)
-        pipeline.compile()
+        pipeline.compile(fresh=True)
         return pipeline.step, pipeline.create, pipeline.place
     optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
     fsdp, transform = config.mesh.fsdp, optimizer.transform
@@ -77,7 +78,7 @@ def prepared(config: RunConfig, mesh: jax.sharding.Mesh) -> tuple[Any, Callable[
     state = abstract_state(config.model, transform, mesh, fsdp=fsdp)
     return (
         step.lower(state, abstract_batch(config, mesh)).compile(),
-        lambda: create_state(config.model, transform, mesh, config.train.seed, fsdp=fsdp),
+        creator(config.model, transform, mesh, config.train.seed, fsdp=fsdp).lower().compile(),
         lambda batch: place_batch(batch, config.train.accumulation, mesh),
     )
 
@@ -123,14 +124,18 @@ def run(arguments: Arguments) -> None:
     titles = ("step ms", 10), ("tokens/s", 10), ("speed-up", 10), ("GiB", 7), ("compile s", 11)
     print(f"{'mesh':20}" + "".join(f"{title:>{width}}" for title, width in titles) + "  losses from one GPU's")
     rows: list[dict[str, Any]] = []
-    for name, process in zip(names, processes):
-        output, _ = process.communicate()
-        found = [line for line in output.splitlines() if line.startswith(MARK)]
-        if process.returncode or not found:
-            print(f"{name:20} failed with status {process.returncode}", flush=True)
-            continue
-        rows.append(json.loads(found[-1].removeprefix(MARK)))
-        print(line_of(rows[-1], rows[0]), flush=True)
+    with ThreadPoolExecutor() as pool:
+        outputs = {pool.submit(process.communicate): name for name, process in zip(names, processes)}
+        for done in as_completed(outputs):
+            name, lines = outputs[done], done.result()[0].splitlines()
+            found = [line for line in lines if line.startswith(MARK)]
+            if not found:
+                print(f"{name:20} failed", flush=True)
+                continue
+            rows.append(json.loads(found[-1].removeprefix(MARK)))
+            one = next((row for row in rows if row["mesh"] == "one"), None)
+            for row in rows if name == "one" else rows[-1:] if one else ():  # the others are held against it
+                print(line_of(row, one or row), flush=True)
     print(f"written to {write_results('meshes', rows)}")
 
 

@@ -68,7 +68,7 @@ def newton_schulz(
         ValueError: as `resolve_implementation`.
     """
     if not interpret:
-        implementation = resolve_implementation(implementation, y.shape[-2:], y.dtype)
+        implementation = resolve_implementation(implementation, (y.shape[-2], y.shape[-1]), y.dtype)
     result = _half(y, steps, interpret) if implementation == "pallas" else _full(y, steps)
     return result, COEFFICIENTS[0] ** steps
 

@@ -49,7 +49,7 @@ from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.stages import Stages, chunk_name, from_whole, to_whole
-from k3jax.train.state import TrainState, abstract_of, abstract_params, create_of, fresh_state
+from k3jax.train.state import TrainState, abstract_of, abstract_params, creator_of, fresh_state
 from k3jax.train.step import (
     DEVICE_KEYS,
     Batch,
@@ -116,14 +116,18 @@ class PipelineTrainer:
         """A fresh state: the numbers of one on a single device."""
         return tuple(rank.create() for rank in self.ranks)
 
-    def compile(self) -> None:
-        """Compiles every program, several at a time."""
+    def compile(self, *, fresh: bool = False) -> None:
+        """Compiles every program, several at a time; with `fresh` also what `create` runs."""
         last, lowered = self.ranks[-1], []
         for chunk in self.chunks:
             lowered += [(chunk.programs, name, program) for name, program in chunk.lower().items()]
         sums = self.chunks[-1].taken_type[1]
         for rank in self.ranks:
             lowered += [(rank.programs, name, program) for name, program in rank.lower(sums).items()]
+            if fresh:
+                with jax.set_mesh(rank.mesh):
+                    creator = creator_of(rank._init, rank.mesh, fsdp=self.config.mesh.fsdp)
+                    lowered.append((rank.programs, "create", creator.lower()))
         with jax.set_mesh(last.mesh):
             squares, reports = ([_on(last.whole, r.types[i]) for r in self.ranks] for i in range(2))
             lowered.append((self.programs, "metrics", jax.jit(self._metrics).lower(sums, squares, reports)))
@@ -270,8 +274,9 @@ class _Rank:
         )
 
     def create(self) -> TrainState:
+        compiled = self.programs.pop("create", None)
         with jax.set_mesh(self.mesh):
-            return create_of(self._init, self.mesh, fsdp=self.config.mesh.fsdp)
+            return (compiled or creator_of(self._init, self.mesh, fsdp=self.config.mesh.fsdp))()
 
     def lower(self, sums: Sums) -> dict[str, Any]:
         """The programs, once those of the chunks are lowered; `sums`: types of those of the last chunk."""

@@ -138,13 +138,26 @@ def create_state(
     offload: bool = False,
 ) -> TrainState:
     """A fresh `TrainState`, every array born in its place; arguments and errors of `abstract_state`."""
-    return create_of(lambda: _init(config, optimizer, seed), mesh, fsdp=fsdp, offload=offload)
+    return creator(config, optimizer, mesh, seed, fsdp=fsdp, offload=offload)()
 
 
-def create_of(
+def creator(
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    *,
+    fsdp: bool = False,
+    offload: bool = False,
+) -> jax.stages.Wrapped:
+    """`create_state` as a jitted function without arguments: to compile it takes memory of no device, but time."""
+    return creator_of(lambda: _init(config, optimizer, seed), mesh, fsdp=fsdp, offload=offload)
+
+
+def creator_of(
     init: Callable[[], TrainState], mesh: jax.sharding.Mesh, *, fsdp: bool = False, offload: bool = False
-) -> TrainState:
-    """What `init` makes, every array born in its place."""
+) -> jax.stages.Wrapped:
+    """A jitted function of what `init` makes, every array born in its place."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_of(init, mesh, fsdp=fsdp, offload=offload))
     # hundreds of small random draws that run once: a CPU compiles them six times as fast without optimising
     options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
@@ -152,7 +165,7 @@ def create_of(
         # left to the partitioner, each device draws its own slices; in Explicit mode it would draw everything and cut
         specs = jax.tree.map(lambda place: place.spec, places)
         init = cast(Any, jax.sharding.auto_axes)(init, axes=mesh.axis_names, out_sharding=specs)
-    return jax.jit(init, out_shardings=places, compiler_options=options)()
+    return jax.jit(init, out_shardings=places, compiler_options=options)
 
 
 def model_part(state: Any) -> dict[str, Any]:
