@@ -19,7 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.ops.attention import attention
+from k3jax.ops.attention import attention, default_block_size
+from k3jax.ops.attention.blockwise import Where, over_pairs, two_pieces
 from k3jax.ops.kda import kda
 from k3jax.ops.kda.segments import document_starts
 from k3jax.ops.short_conv import short_conv
@@ -154,7 +155,11 @@ def attention_over_context(
 
     What is gathered are the latents that keys and values are made of, and each shard expands them (for K3 a 512-wide
     latent and a 64-wide shared key: 1.15 kB a token in bfloat16, against 61 kB of keys and values). Without position
-    encoding only order and documents matter, so KDA's contiguous layout stays. Later shards have more to attend to.
+    encoding only order and documents matter, so KDA's contiguous layout stays.
+
+    A later shard's queries have more to attend to. So a row is seen as 2 R pieces, and device r takes the queries of
+    pieces r and 2 R − 1 − r, whose visible keys are as many on every device; outputs travel back. Where pieces cannot
+    be cut into even blocks, and for implementations other than "xla", each shard keeps its own queries.
 
     Args:
       q: [B, T, H, K], this shard's queries.
@@ -170,8 +175,57 @@ def attention_over_context(
     gathered = [lax.all_gather(x, axis, axis=1, tiled=True) for x in latents]
     ids = None if segment_ids is None else lax.all_gather(segment_ids, axis, axis=1, tiled=True)
     k, v = expand(*gathered)
-    offset = lax.axis_index(axis) * q.shape[1]
-    o, max_logit = attention(
-        q, k, v, scale=scale, segment_ids=segment_ids, kv_segment_ids=ids, q_offset=offset, **options
-    )
+    per_piece = _blocks_of_a_piece(q.shape[1], options.get("block_size") or default_block_size("xla"))
+    if per_piece and options.get("implementation") in (None, "xla"):
+        o, peak_BH = _balanced(q, k, v, segment_ids, ids, axis, scale, per_piece)
+        max_logit = lax.stop_gradient(jnp.max(peak_BH, axis=0)).astype(jnp.float32)
+    else:
+        offset = lax.axis_index(axis) * q.shape[1]
+        o, max_logit = attention(
+            q, k, v, scale=scale, segment_ids=segment_ids, kv_segment_ids=ids, q_offset=offset, **options
+        )
     return o, lax.pmax(max_logit, axis)
+
+
+def _blocks_of_a_piece(T: int, block_size: int) -> int:
+    """Blocks of at most `block_size` tokens, all of one size, that half a shard of T tokens consists of; 0: none."""
+    least = -(-T // (2 * block_size))
+    return next((n for n in range(least, 2 * least + 1) if T % (2 * n) == 0), 0)
+
+
+def _balanced(q, k, v, ids, kv_ids, axis: str, scale: float, per_piece: int) -> tuple[Array, Array]:
+    """→ o of this shard's queries in their dtype or float32, and the largest logit [B, H] of those computed here."""
+    R, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
+    owner = [piece if piece < R else 2 * R - 1 - piece for piece in range(2 * R)]
+    there = [[(r, owner[2 * r + odd]) for r in range(R)] for odd in range(2)]
+    swapped = me % 2 == 1  # piece r comes as the second half of its shard
+
+    def two(low: Array, high: Array) -> Array:
+        low, high = jnp.where(swapped, high, low), jnp.where(swapped, low, high)
+        return jnp.concatenate([low, high], axis=1)
+
+    def travel(x: Array) -> Array:
+        return two(*(lax.ppermute(x[:, h * half : (h + 1) * half], axis, there[h]) for h in range(2)))
+
+    def back(x: Array) -> Array:
+        parts = jnp.split(two(x[:, :half], x[:, half:]), 2, axis=1)  # of even pieces, of odd ones
+        home = [[(to, r) for r, to in there[h]] for h in range(2)]
+        return jnp.concatenate([lax.ppermute(part, axis, home[h]) for h, part in enumerate(parts)], axis=1)
+
+    def blocks(x: Array, count: int) -> Array:
+        """[rows, tokens] → [count, rows, tokens of a block]"""
+        return jnp.moveaxis(x.reshape(x.shape[0], count, -1), 1, 0)
+
+    pieces = jnp.stack([me, 2 * R - 1 - me])
+    q_pos = (pieces[:, None] * half + jnp.arange(half)).reshape(1, -1).astype(jnp.int32)
+    kv_pos = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    n, m = 2 * per_piece, 2 * R * per_piece
+    where = Where(
+        jnp.asarray(two_pieces(2 * R, per_piece))[me],
+        blocks(q_pos, n),
+        blocks(kv_pos, m),
+        None if ids is None else blocks(travel(ids), n),
+        None if kv_ids is None else blocks(kv_ids, m),
+    )
+    o, peak_BH = over_pairs(travel(q), k, v, where, scale)
+    return back(o.astype(q.dtype)).astype(o.dtype), peak_BH

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.attention import attention
+from k3jax.ops.attention.blockwise import two_pieces
 from k3jax.ops.kda import kda
 from k3jax.ops.short_conv import short_conv
 from k3jax.parallel.context import attention_over_context, kda_over_context, short_conv_over_context
@@ -136,8 +137,10 @@ def test_the_convolution_looks_into_the_shard_before(name, x64):
     assert_same(everything(over_shards), everything(lambda u, w: short_conv(u, w, ids)), 1e-10)
 
 
+@pytest.mark.parametrize("block_size", [2, 8])
+@pytest.mark.parametrize("shards", [2, 8])
 @pytest.mark.parametrize("name", IDS)
-def test_attention_over_gathered_latents_is_attention(name, x64):
+def test_attention_over_gathered_latents_is_attention(name, shards, block_size, x64):
     rng = np.random.default_rng(3)
     q, latent = rng.normal(size=(B, T, H, 12)), rng.normal(size=(B, T, 10))
     to_k, to_v = rng.normal(size=(10, H, 12)), rng.normal(size=(10, H, 8))
@@ -153,17 +156,31 @@ def test_attention_over_gathered_latents_is_attention(name, x64):
     def over_shards(q, latent, to_k, to_v):
         def run(q, latent, to_k, to_v, ids=None):
             make = lambda latent: expand(latent, to_k, to_v)  # noqa: E731
-            options = {"scale": 0.3, "segment_ids": ids, "implementation": "xla", "block_size": 8}
+            options = {"scale": 0.3, "segment_ids": ids, "implementation": "xla", "block_size": block_size}
             return attention_over_context(q, (latent,), make, axis="context", **options)
 
         specs = (time, time, P(), P()) if ids is None else (time, time, P(), P(), time)
-        sharded = jax.shard_map(run, mesh=make_mesh(8), in_specs=specs, out_specs=(time, P()))
+        sharded = jax.shard_map(run, mesh=make_mesh(shards), in_specs=specs, out_specs=(time, P()))
         o, peak = sharded(q, latent, to_k, to_v, *([] if ids is None else [ids]))
         return jnp.sum(o**2), (o, peak)
 
     args = q, latent, to_k, to_v
     got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))(*args) for f in (over_shards, whole))
     assert_same(got, want, 1e-9)
+
+
+@pytest.mark.parametrize(("pieces", "per_piece"), [(2, 1), (4, 3), (16, 2)])
+def test_every_device_attends_to_as_many_blocks_and_to_all_that_its_queries_see(pieces, per_piece):
+    pairs = two_pieces(pieces, per_piece)
+    seen = set()
+    for r, of_device in enumerate(pairs):
+        first = np.asarray([r, pieces - 1 - r]) * per_piece
+        mine = {(int(first[i // per_piece] + i % per_piece), int(j)) for i, j in of_device}
+        assert len(mine) == len(of_device)
+        seen |= mine
+    blocks = pieces * per_piece
+    assert seen == {(i, j) for i in range(blocks) for j in range(i + 1)}
+    assert len(pairs) * pairs.shape[1] == len(seen)
 
 
 def test_what_cannot_be_sharded_is_refused(inputs):

@@ -224,21 +224,20 @@ def _tiles_backward(plan: Split, q, k, v, ids, o, lse, d_o):
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
-def _slow(plan: Split, q, k, ids) -> tuple[blockwise.Static, blockwise.Where]:
-    static, where = blockwise.plan(q, k, ids, ids, 0, plan.scale, _SLOW_BLOCK)
+def _slow(q, k, ids) -> blockwise.Where:
+    where = blockwise.plan(q, k, ids, ids, 0, _SLOW_BLOCK)
     leaves = vary_alike(q, *jax.tree.leaves(where))[1:]
-    return static, jax.tree.unflatten(jax.tree.structure(where), leaves)
+    return jax.tree.unflatten(jax.tree.structure(where), leaves)
 
 
 def _slow_forward(plan: Split, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
-    static, where = _slow(plan, q, k, ids)
-    o, _, lse_nBHt = blockwise.forward(static, q, k, v, where)
+    o, _, lse_nBHt = blockwise.forward(plan.scale, q, k, v, _slow(q, k, ids))
     B, T, H = q.shape[:3]
     return o, lse_nBHt.transpose(1, 0, 3, 2).reshape(B, -1, H)[:, :T]
 
 
 def _slow_backward(plan: Split, q, k, v, ids, o, lse, d_o):
-    static, where = _slow(plan, q, k, ids)
+    where = _slow(q, k, ids)
     (n, _, t), (B, T, H) = where.q_pos.shape, lse.shape
     lse = jnp.pad(lse, ((0, 0), (0, n * t - T), (0, 0))).reshape(B, n, t, H).transpose(1, 0, 3, 2)
-    return blockwise.backward(static, q, k, v, where, o, lse, d_o)
+    return blockwise.backward(plan.scale, q, k, v, where, o, lse, d_o)
