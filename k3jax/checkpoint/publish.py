@@ -207,7 +207,7 @@ class Publisher:
     @property
     def address(self) -> str | None:
         """Where the stream is."""
-        return self._server and self._server.address
+        return self._server.address if self._server else None
 
     def wait(self) -> None:
         """Returns when the directory has what was published; raises as `publish`."""
