@@ -26,6 +26,7 @@ RematAction = Literal["save", "fp8", "offload", "recompute"]
 REMAT_NAMES = ("kda", "attention", "experts", "keys", "expert_weights", "operand")
 DType = Literal["float32", "bfloat16", "float64"]
 ExpertFormat = Literal["plain", "mxfp4"]
+ScaleRule = Literal["floor", "ceil", "even", "outlier"]
 
 
 class ConfigError(ValueError):
@@ -343,7 +344,9 @@ class PublishConfig:
     address: str | None = None
     """HOST:PORT where the newest version is sent to everyone who asks, from a copy in host memory; of one process."""
     experts: ExpertFormat = "plain"
-    """How routed experts are published."""
+    """How routed experts are published: as they are, or quantised on the way (`k3jax.ops.mx`)."""
+    scale_rule: ScaleRule = "even"
+    """Of "mxfp4"."""
 
     def __post_init__(self) -> None:
         _require(self.interval >= 0, f"PublishConfig.interval must be ≥ 0, got {self.interval}")
@@ -476,6 +479,13 @@ class RunConfig:
         _require(
             micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
         )
+        moe = self.model.moe
+        inputs = {"latent size": moe.latent_size or self.model.hidden_size, "model.moe.expert_size": moe.expert_size}
+        for name, size in inputs.items():
+            _require(
+                self.train.publish.experts == "plain" or size % 32 == 0,
+                f"train.publish.experts 'mxfp4' has groups of 32 inputs, and the {name} is {size}; use 'plain'",
+            )
         length, shards, tensor = self.data.sequence_length, self.mesh.context, self.mesh.tensor
         _require(
             length % (shards * tensor) == 0,

@@ -11,9 +11,7 @@
 
 A version is the number of optimizer steps. A directory holds them as Orbax writes them: sharded, each appearing by an
 atomic rename, so that the newest one that is there is the pointer to the latest, and nothing else can disagree with it.
-
-Checksums are taken on the trainer's devices and again on the consumer's, after every copy, cast and change of layout
-that lies between them. A consumer holds two versions while it changes from one to the other.
+A consumer holds two of them while it changes from one to the other. `k3jax.checkpoint.version` says what one is.
 """
 
 from __future__ import annotations
@@ -21,152 +19,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from k3jax.checkpoint import stream
-from k3jax.checkpoint.store import ArrayStore, CheckpointError, flat_paths, from_flat
-from k3jax.config import ConfigError, ExpertFormat, ModelConfig, RunConfig, from_dict, to_dict
-from k3jax.model.k3 import K3, init_cache
-from k3jax.sharding import layout, place, shardings
-
-FORMAT = 1
-CANARY_LENGTH = 64
-CANARY_TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.1}
-"""Mean |Δ log p| over the canary, by compute dtype: what other kernels and meshes differ by stays below (bfloat16: a
-router may decide otherwise); a tensor that is missing, transposed or scaled makes 0.1 to 10."""
-
-
-class PublicationError(CheckpointError):
-    """A version that cannot be had or is not what its manifest says; the message names the tensor or the reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """What a manifest says of an array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    checksum: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a version consists of, and what it answers."""
-
-    version: int
-    config: dict[str, Any]
-    """`to_dict` of the `RunConfig`."""
-    experts: ExpertFormat
-    tensors: dict[str, Tensor]
-    """By dotted path, in the order that a stream sends them."""
-    prompt: tuple[int, ...]
-    """The canary: token ids."""
-    log_probs: tuple[float, ...]
-    """Of each token of the prompt but the first, after those before it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Manifest:
-        """Inverse of `to_json`.
-
-        Raises:
-            PublicationError: another format, or not a manifest.
-        """
-        try:
-            values = dict(values)
-            if (found := values.pop("format")) != FORMAT:
-                raise PublicationError(f"a manifest of format {found}, this version reads {FORMAT}")
-            tensors = {
-                path: Tensor(tuple(map(int, t["shape"])), str(t["dtype"]), str(t["checksum"]))
-                for path, t in values.pop("tensors").items()
-            }
-            prompt, log_probs = tuple(map(int, values.pop("prompt"))), tuple(map(float, values.pop("log_probs")))
-            return cls(tensors=tensors, prompt=prompt, log_probs=log_probs, **values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PublicationError(f"not a manifest of published weights: {error!r}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class PublishedWeights:
-    """One version: its manifest and its arrays by dotted path."""
-
-    manifest: Manifest
-    arrays: dict[str, jax.Array]
-
-
-def checksum(x: jax.Array) -> jax.Array:
-    """Two sums over the bits of `x`, uint32 [2], the same however it is sharded; for use under `jit`.
-
-    Σ w·m and Σ mix(w + m) mod 2³² of its words w and the odd number m of their position. One word that changes always
-    changes the first. Not a defence against people.
-    """
-    unsigned = {8: jnp.uint8, 16: jnp.uint16}.get(jax.dtypes.itemsize_bits(x.dtype), jnp.uint32)
-    words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)  # of 64 bits: a last axis of two
-    position, cuts = jnp.zeros((), jnp.uint32), layout(words)
-    for axis, size in enumerate(words.shape):  # cut as the words are, or every device would compute all of it
-        steps = place(jnp.arange(size, dtype=jnp.uint32), cuts[axis])
-        position = position[..., None] * jnp.uint32(size) + steps
-    odd = _mix(position) | 1
-    sums = (jnp.sum((words + 1) * odd, dtype=jnp.uint32), jnp.sum(_mix(words + odd), dtype=jnp.uint32))
-    return jnp.stack(sums)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finaliser of 32 bits."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def canary(model: K3, router_bias: jax.Array, prompt: jax.Array) -> jax.Array:
-    """Log-probabilities [T − 1] of all tokens of `prompt` int32 [T] but the first, with a cache as in generation."""
-    cache = init_cache(model.config, 1, prompt.size)
-    x, _ = model.features(prompt[None], router_bias=router_bias, cache=cache)
-    log_probs_TV = jax.nn.log_softmax(place(model.logits(x)[0]))
-    return jnp.take_along_axis(log_probs_TV[:-1], prompt[1:, None], axis=-1)[:, 0]
-
-
-_canary = jax.jit(canary)
-_checksums = jax.jit(lambda arrays: jax.tree.map(checksum, arrays))
-_copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-
-
-def snapshot(
-    params: K3, router_bias: jax.Array, *, version: int, config: RunConfig, prompt: Sequence[int]
-) -> PublishedWeights:
-    """A version of live weights: copies, so that the trainer may donate its own, with checksums and canary.
-
-    Runs on the mesh that is set; of several processes all have to call.
-
-    Args:
-        prompt: token ids of the canary, repeated up to `CANARY_LENGTH`.
-
-    Raises:
-        PublicationError: the canary's log-probabilities are not finite.
-    """
-    experts = config.train.publish.experts
-    arrays = flat_paths({"params": _copies(params), "router_bias": _copies(router_bias)})
-    ids = np.resize(np.asarray(prompt, np.int32), CANARY_LENGTH)
-    log_probs = np.asarray(_canary(params, router_bias, ids))
-    if not np.isfinite(log_probs).all():
-        raise PublicationError(f"version {version} is not published: its canary's log-probabilities are not finite")
-    sums = _hex(_checksums(arrays))
-    tensors = {p: Tensor(tuple(x.shape), str(x.dtype), sums[p]) for p, x in arrays.items()}
-    manifest = Manifest(version, to_dict(config), experts, tensors, tuple(ids.tolist()), tuple(log_probs.tolist()))
-    return PublishedWeights(manifest, arrays)
-
-
-def _hex(sums: dict[str, jax.Array]) -> dict[str, str]:
-    return {path: "".join(f"{word:08x}" for word in pair) for path, pair in jax.device_get(sums).items()}
+from k3jax.checkpoint.store import ArrayStore, CheckpointError, flat_paths
+from k3jax.checkpoint.version import (
+    CANARY_LENGTH,
+    CANARY_TOLERANCE,
+    Manifest,
+    PublicationError,
+    PublishedWeights,
+    abstract_tree,
+    canary,
+    checksums,
+    expert_banks,
+    published_arrays,
+    usable,
+)
+from k3jax.config import ConfigError, RunConfig, from_dict
+from k3jax.model.k3 import K3
+from k3jax.sharding import shardings
 
 
 class Publisher:
@@ -378,16 +256,16 @@ class Follower:
         with self._taking, self._on_mesh():
             manifest, places = weights.manifest, self._places(weights.manifest)
             arrays = jax.device_put(weights.arrays, {path: leaf.sharding for path, leaf in places.items()})
-            found = _hex(_checksums(arrays))
+            found = checksums(arrays)
             wrong = [path for path, tensor in manifest.tensors.items() if found[path] != tensor.checksum]
             if wrong:
                 raise PublicationError(
                     f"wrong checksum of {', '.join(wrong[:5])} ({len(wrong)} of {len(found)} tensors)"
                 )
             config = from_dict(RunConfig, manifest.config)
-            tree = from_flat(_abstract(config.model), arrays)
+            tree = usable(arrays, abstract_tree(config.model))
             model, router_bias = tree["params"], tree["router_bias"]
-            log_probs = np.asarray(_canary(model, router_bias, np.asarray(manifest.prompt, np.int32)))
+            log_probs = np.asarray(canary(model, router_bias, np.asarray(manifest.prompt, np.int32)))
             gap = float(np.mean(np.abs(log_probs - np.asarray(manifest.log_probs))))
             if not gap <= CANARY_TOLERANCE[config.model.dtype]:  # NaN fails
                 raise PublicationError(
@@ -410,13 +288,16 @@ class Follower:
             if self.current is not None and model != self.current.config.model:
                 raise PublicationError("it is of another model than the one that is served")
             with self._on_mesh():
-                tree = _abstract(model)
+                tree = abstract_tree(model)
                 device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
                 layouts = jax.tree.map(lambda _: device, tree) if self._mesh.empty else shardings(tree, self._mesh)
         except ConfigError as error:
             raise PublicationError(str(error)) from error
-        wanted, where = flat_paths(tree), flat_paths(layouts)
-        problems = [f"{path}: missing" for path in sorted(wanted.keys() - manifest.tensors.keys())]
+        rule = None if manifest.experts == "plain" else "even"  # any: shapes do not depend on it
+        wanted, where = jax.eval_shape(partial(published_arrays, scale_rule=rule), tree), flat_paths(layouts)
+        where |= {f"{path}.{part}": where[path] for path in expert_banks(tree) for part in ("codes", "scales")}
+        problems = [] if manifest.experts in ("plain", "mxfp4") else [f"experts: {manifest.experts!r} is unknown"]
+        problems += [f"{path}: missing" for path in sorted(wanted.keys() - manifest.tensors.keys())]
         problems += [f"{path}: unexpected" for path in sorted(manifest.tensors.keys() - wanted.keys())]
         for path in wanted.keys() & manifest.tensors.keys():
             tensor, leaf = manifest.tensors[path], wanted[path]
@@ -429,9 +310,3 @@ class Follower:
         return {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[path]) for path, leaf in wanted.items()
         }
-
-
-def _abstract(model: ModelConfig) -> dict[str, Any]:
-    """What generation needs, without memory."""
-    bias = jax.ShapeDtypeStruct((model.num_moe_layers, model.moe.num_experts), jnp.float32)
-    return {"params": jax.eval_shape(lambda: K3(model, rngs=nnx.Rngs(0))), "router_bias": bias}

@@ -34,8 +34,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from k3jax.checkpoint.publish import Publisher, snapshot
+from k3jax.checkpoint.publish import Publisher
 from k3jax.checkpoint.store import CheckpointStore, RunRecord
+from k3jax.checkpoint.version import snapshot
 from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, merge_states, open_data

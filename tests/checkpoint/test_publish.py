@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from helpers import micro
 
-from k3jax.checkpoint import publish, stream
-from k3jax.checkpoint.publish import Directory, Follower, PublicationError, Publisher, Stream, checksum, snapshot
+from k3jax.checkpoint import stream
+from k3jax.checkpoint.publish import Directory, Follower, Publisher, Source, Stream
 from k3jax.checkpoint.store import flat_paths
-from k3jax.config import ConfigError, MeshConfig, PublishConfig, RunConfig, TrainConfig
+from k3jax.checkpoint.version import Manifest, PublicationError, PublishedWeights, checksum, snapshot
+from k3jax.config import ConfigError, MeshConfig, MoEConfig, PublishConfig, RunConfig, TrainConfig
 from k3jax.model.k3 import create
+from k3jax.ops.mx import dequantize, quantize
 from k3jax.sharding import make_mesh, shardings
 
 CONFIG = RunConfig(micro(num_layers=2, mla_layers=(1,)))
@@ -24,13 +26,13 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 @lru_cache
-def weights(version: int, config: RunConfig = CONFIG) -> publish.PublishedWeights:
+def weights(version: int, config: RunConfig = CONFIG) -> PublishedWeights:
     model = create(config.model, seed=version)
     bias = jnp.full((config.model.num_moe_layers, config.model.moe.num_experts), 0.01 * version)
     return snapshot(model, bias, version=version, config=config, prompt=PROMPT)
 
 
-def changed(published: publish.PublishedWeights, **manifest) -> publish.PublishedWeights:
+def changed(published: PublishedWeights, **manifest) -> PublishedWeights:
     return dataclasses.replace(published, manifest=dataclasses.replace(published.manifest, **manifest))
 
 
@@ -103,7 +105,7 @@ def offer(request, tmp_path):
     source.close()
 
 
-def follow(source: publish.Source | None = None) -> Follower:
+def follow(source: Source | None = None) -> Follower:
     said: list[str] = []
     follower = Follower(source, report=said.append)
     follower.said = said
@@ -359,8 +361,8 @@ def test_weights_that_are_not_finite_are_not_published():
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": 2}', '{"format": 1, "tensors": 3}'])
 def test_nonsense_is_no_manifest(text):
     with pytest.raises(PublicationError, match="manifest"):
-        publish.Manifest.from_json(json.loads(text))
-    assert publish.Manifest.from_json(json.loads(json.dumps(weights(1).manifest.to_json()))) == weights(1).manifest
+        Manifest.from_json(json.loads(text))
+    assert Manifest.from_json(json.loads(json.dumps(weights(1).manifest.to_json()))) == weights(1).manifest
 
 
 def test_an_address_in_use_is_refused():
@@ -383,3 +385,40 @@ def test_a_follower_in_the_background_swaps_whole_versions(tmp_path):
                     assert float(served.router_bias[0, 0]) == pytest.approx(0.01 * seen)
     assert_serves(follower, 3)
     publisher.close()
+
+
+QUANTIZED = RunConfig(
+    micro(num_layers=2, mla_layers=(1,), moe=MoEConfig(8, 2, expert_size=32, latent_size=32, qb_bins=100)),
+    train=TrainConfig(publish=PublishConfig(experts="mxfp4")),
+)
+
+
+def test_experts_are_quantised_on_the_way_and_served_as_they_were_checked(offer):
+    publisher, follower = offer
+    published = weights(1, QUANTIZED)
+    model = create(QUANTIZED.model, seed=1)
+    put(publisher, 1, published)
+    train, serve = make_mesh(MeshConfig(expert=2, data=2)), make_mesh(MeshConfig(expert=4))
+    with jax.set_mesh(train):
+        placed = jax.device_put(model, shardings(model, train, at_rest=True))
+        bias = jax.device_put(jnp.full((1, 8), 0.01), jax.sharding.NamedSharding(train, jax.P()))
+        sharded = snapshot(placed, bias, version=1, config=QUANTIZED, prompt=PROMPT)
+    assert sharded.manifest.tensors == published.manifest.tensors
+    apart = Follower(mesh=serve)
+    apart.take(sharded)
+    assert follower.poll()
+    for served in (follower.current, apart.current):
+        mine, theirs = flat_paths(model), flat_paths(served.model)
+        for path, w in mine.items():
+            expected = np.asarray(w)
+            if path.rpartition(".")[2] in ("w1", "w2", "w3"):
+                expected = dequantize(
+                    *quantize(expected, format="mxfp4", scale_rule="even", axis=-2), format="mxfp4", axis=-2
+                )
+                assert published.arrays[f"params.{path}.codes"].dtype == jnp.uint8
+            np.testing.assert_array_equal(np.asarray(theirs[path]), expected, err_msg=path)
+
+
+def test_experts_that_do_not_make_groups_are_refused_early():
+    with pytest.raises(ConfigError, match="groups of 32 inputs, and the latent size is 16"):
+        dataclasses.replace(CONFIG, train=QUANTIZED.train)

@@ -1,4 +1,4 @@
-"""Processes of `test_publish.py`: `publish_driver.py trainer CONFIG PLAN` or `publish_driver.py consumer SOURCE OUT PLAN`.
+"""Processes of `test_publish.py`: `publish_driver.py trainer CONFIG PLAN` or `… consumer SOURCE OUT PLAN`.
 
 A trainer writes to RUN_DIR/truth.jsonl what it is about to publish. PLAN "directory N" kills it while it writes version
 N there, "stream N" while it sends that version. A consumer writes to OUT a line for everything that it serves; PLAN
