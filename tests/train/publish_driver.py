@@ -72,11 +72,11 @@ def trainer(config: RunConfig, plan: str) -> None:
 
     stream.StreamServer.__init__, stream._bytes = init, send_bytes
     loop.Publisher.publish, ArrayStore.save_items = publish, save_items
+    if plan == "stay":  # a stream ends with its run
+        loop.Publisher.close = lambda self: time.sleep(600)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         loop.train(config, mesh)
-    while plan == "stay":  # a stream ends with its process
-        time.sleep(0.1)
 
 
 def consumer(source: str, out: str, plan: str) -> None:
