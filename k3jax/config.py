@@ -25,6 +25,8 @@ Remat = Literal["none", "products", "sublayer", "layer", "block"]
 RematAction = Literal["save", "fp8", "offload", "recompute"]
 REMAT_NAMES = ("kda", "attention", "experts", "keys", "expert_weights", "operand")
 DType = Literal["float32", "bfloat16", "float64"]
+ExpertFormat = Literal["plain", "mxfp4"]
+ScaleRule = Literal["floor", "ceil", "even", "outlier"]
 
 
 class ConfigError(ValueError):
@@ -41,6 +43,12 @@ def _require_positive(obj: Any, *names: str) -> None:
         value = getattr(obj, name)
         positive = isinstance(value, (int, float)) and value > 0
         _require(positive, f"{type(obj).__name__}.{name} must be positive, got {value!r}")
+
+
+def _require_address(name: str, value: str) -> None:
+    host, _, port = value.rpartition(":")
+    legal = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+    _require(legal, f"{name} must be HOST:PORT, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -255,9 +263,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "timeout", "heartbeat")
         if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            legal = bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
-            _require(legal, f"LaunchConfig.coordinator must be HOST:PORT, got {self.coordinator!r}")
+            _require_address("LaunchConfig.coordinator", self.coordinator)
 
 
 @dataclass(frozen=True)
@@ -330,6 +336,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class PublishConfig:
+    """Versions of the weights for others to follow while the run goes on (`k3jax.checkpoint.publish`)."""
+
+    interval: int = 0
+    """Steps between versions; also at the end. 0: none are published."""
+    directory: str | None = None
+    """Where versions are written; None: `published` in the run directory, or nowhere if there is an address."""
+    keep: int = 2
+    """Newest versions that the directory keeps; a consumer that takes longer to read one starts again."""
+    address: str | None = None
+    """HOST:PORT where the newest version is sent to everyone who asks, from a copy in host memory; of one process."""
+    experts: ExpertFormat = "plain"
+    """How routed experts are published: as they are, or quantised on the way (`k3jax.ops.mx`)."""
+    scale_rule: ScaleRule = "even"
+    """Of "mxfp4"."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval >= 0, f"PublishConfig.interval must be ≥ 0, got {self.interval}")
+        _require_positive(self, "keep")
+        if self.address is not None:
+            _require_address("PublishConfig.address", self.address)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length of a run and everything that happens around a step."""
 
@@ -376,6 +406,10 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints at multiples of this step are kept for good."""
+    checkpoint_copy: str | None = None
+    """A second directory that gets every checkpoint too, any path that Orbax takes. What the first lacks is
+    read from it. A save waits until the one before is complete in both."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
     skip_nonfinite: int = 0
     """Non-finite steps that may be skipped (the update is dropped) before the run stops."""
     profile_steps: tuple[int, int] | None = None
@@ -449,6 +483,13 @@ class RunConfig:
         _require(
             micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
         )
+        moe = self.model.moe
+        inputs = {"latent size": moe.latent_size or self.model.hidden_size, "model.moe.expert_size": moe.expert_size}
+        for name, size in inputs.items():
+            _require(
+                self.train.publish.experts == "plain" or size % 32 == 0,
+                f"train.publish.experts 'mxfp4' has groups of 32 inputs, and the {name} is {size}; use 'plain'",
+            )
         length, shards, tensor = self.data.sequence_length, self.mesh.context, self.mesh.tensor
         _require(
             length % (shards * tensor) == 0,

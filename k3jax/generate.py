@@ -1,6 +1,8 @@
 """Text from a trained model: one prefill pass, then cached decoding token by token.
 
     python -m k3jax.generate RUN_DIR --prompt "def " --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+    python -m k3jax.generate RUN_DIR --follow       # a text from every version that the run publishes, as they come
+    python -m k3jax.generate HOST:PORT --follow     # the same from train.publish.address of a run elsewhere
 
 The cache holds KDA states and convolution tails (constant size) and MLA latents (one row a token); a decode step uses
 the absorbed form of MLA. Prefill plus decode equals one full pass.
@@ -9,7 +11,9 @@ the absorbed form of MLA. Prefill plus decode equals one full pass.
 from __future__ import annotations
 
 import math
+import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from k3jax.checkpoint.publish import Directory, Follower, Served, Source, Stream
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, RunConfig, from_dict
 from k3jax.data.sources import DataError
@@ -207,6 +212,31 @@ def generate_text(
     return prompt + "".join(pieces)
 
 
+def source_of(run: str) -> Source:
+    """Where a run publishes: HOST:PORT, a directory that has versions, or `published` in the directory of the run."""
+    if re.fullmatch(r"[^/]+:\d+", run):
+        return Stream(run)
+    holds_versions = any(path.name.isdigit() for path in Path(run).glob("*"))
+    return Directory(run if holds_versions else Path(run) / "published")
+
+
+def versions(source: Source, seconds: float = 1.0) -> Iterator[Served]:
+    """Yields what a run publishes, from the newest version that is there on, while the next ones load behind.
+
+    A text that is being written keeps its version: what was yielded does not change. Ends with `GeneratorExit` only.
+    """
+    follower = Follower(source, report=lambda reason: print(f"[{reason}]", file=sys.stderr))
+    last = None
+    with follower.following(seconds):
+        while True:
+            served = follower.current
+            if served is None or served is last:
+                time.sleep(seconds / 10)
+                continue
+            last = served
+            yield served
+
+
 def main(
     run_dir: Annotated[str, tyro.conf.Positional],
     /,
@@ -216,30 +246,38 @@ def main(
     top_p: float = 1.0,
     seed: int = 0,
     step: int | None = None,
+    follow: bool = False,
 ) -> None:
     """Continue a prompt with a trained model, streaming.
 
     Args:
-        run_dir: directory of a training run.
+        run_dir: directory of a training run; with `follow` also a directory where one publishes, or its HOST:PORT.
         prompt: text to continue.
         max_tokens: how many tokens to add at most.
         temperature: 0 is greedy.
         top_p: nucleus; 1 keeps all.
         seed: same seed, same text.
         step: checkpoint to use; the latest if left out.
+        follow: a continuation from every version that the run publishes (train.publish), until interrupted.
     """
-    loaded = load(run_dir, step)
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    if not follow:
+        loaded = load(run_dir, step)
+        _print_text(stream_text(loaded.model, loaded.router_bias, loaded.tokenizer, prompt, **options), prompt)
+        return
+    if step is not None:
+        raise ConfigError(
+            "--step chooses a checkpoint, --follow takes every version that is published: give one of them"
+        )
+    for served in versions(source_of(run_dir)):
+        print(f"[version {served.version}]")
+        tokenizer = load_tokenizer(served.config.data.tokenizer)
+        _print_text(stream_text(served.model, served.router_bias, tokenizer, prompt, **options), prompt)
+
+
+def _print_text(pieces: Iterator[str], prompt: str) -> None:
     print(prompt, end="", flush=True)
-    for piece in stream_text(
-        loaded.model,
-        loaded.router_bias,
-        loaded.tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    ):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 
@@ -247,5 +285,7 @@ def main(
 if __name__ == "__main__":
     try:
         tyro.cli(main)
+    except KeyboardInterrupt:
+        print()
     except (CheckpointError, ConfigError, DataError, ValueError) as error:
         sys.exit(f"error: {error}")

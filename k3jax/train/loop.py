@@ -34,7 +34,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from k3jax.checkpoint.publish import Publisher
 from k3jax.checkpoint.store import CheckpointStore, RunRecord
+from k3jax.checkpoint.version import snapshot
 from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, merge_states, open_data
@@ -136,7 +138,10 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
         display = Display(config.train.steps, quiet=not is_first())
         stack.callback(display.close)
         store = CheckpointStore(
-            Path(config.run_dir) / "checkpoints", keep_last=config.train.keep_last, keep_every=config.train.keep_every
+            Path(config.run_dir) / "checkpoints",
+            copy=config.train.checkpoint_copy,
+            keep_last=config.train.keep_last,
+            keep_every=config.train.keep_every,
         )
         stack.callback(store.close)
         require_same({"newest checkpoint": store.latest})
@@ -187,6 +192,11 @@ class _Run:
         self.references = References(data) if is_first() else None  # after the peak, which a CPU measures
         self.vote = StopVote(mesh) if jax.process_count() > 1 else None
         self.stopped: str | None = None
+        publish = config.train.publish
+        self.publisher: Publisher | None = None
+        if publish.interval:
+            default = None if publish.address else self.run_dir / "published"
+            self.publisher = Publisher(publish.directory or default, keep=publish.keep, address=publish.address)
 
     def record(self) -> RunRecord:
         """What a checkpoint written now says beside its arrays."""
@@ -207,7 +217,7 @@ class _Run:
         changes: list[str] = []
         if latest is not None:
             saved = self.store.read_record(latest)
-            changes = check_resume(saved, self.record(), str(self._path(latest)), allow_config_change)
+            changes = check_resume(saved, self.record(), self._path(latest), allow_config_change)
             like = self.like if self.pipeline is None else on_host(self.like)
             model = self.store.load("model", model_part(like), latest)
             training = self.store.load("training", training_part(like), latest)
@@ -228,8 +238,8 @@ class _Run:
                 self.display.print(f"  changed {line}")
         self.log = MetricsLog(self.run_dir, self.step) if is_first() else None
 
-    def _path(self, step: int) -> Path:
-        return self.store.directory / str(step)
+    def _path(self, step: int) -> str:
+        return str(self.store.directory / str(step))
 
     def run(self) -> None:
         """Steps until the end of the run or a request to stop."""
@@ -316,7 +326,8 @@ class _Run:
             self._stop_profile()
 
         last = step == train.steps
-        due = [interval and (last or step % interval == 0) for interval in (train.eval_interval, train.sample_interval)]
+        intervals = (train.eval_interval, train.sample_interval, train.publish.interval)
+        due = [interval and (last or step % interval == 0) for interval in intervals]
         save = last or step % train.checkpoint_interval == 0
         if any(due) or save:
             self._collect(0)
@@ -325,6 +336,8 @@ class _Run:
                 self._evaluate()
             if due[1]:
                 self._sample()
+            if due[2]:
+                self._publish()
             if save:
                 self._save()
             self.clock.resume()
@@ -422,12 +435,8 @@ class _Run:
         """Prints a continuation of train.sample_prompt."""
         from k3jax.generate import generate_text  # it imports the store and more; notebooks load it first
 
-        train, mesh = self.config.train, self.mesh
-        if self.pipeline is None:
-            params, bias, rng = self.state.params, self.state.router_bias, self.state.rng
-        else:
-            (params, bias), mesh = self.pipeline.model(self.state), self.pipeline.meshes[0]
-            rng = self.state[0].rng
+        train, (params, bias, mesh) = self.config.train, self._model()
+        rng = self.state.rng if self.pipeline is None else self.state[0].rng
         with jax.set_mesh(mesh):
             key = jax.random.fold_in(jax.random.wrap_key_data(rng), self.step)
             text = generate_text(
@@ -440,6 +449,20 @@ class _Run:
                 seed=int(jax.random.bits(key) >> 1),
             )
         self.display.print(f"step {self.step}: sample\n" + "\n".join(f"  │ {line}" for line in text.splitlines()))
+
+    def _model(self) -> tuple[Any, jax.Array, jax.sharding.Mesh]:
+        """Parameters, router biases, and the mesh that they are on; of a pipeline its first rank's."""
+        if self.pipeline is None:
+            return self.state.params, self.state.router_bias, self.mesh
+        return *self.pipeline.model(self.state), self.pipeline.meshes[0]
+
+    def _publish(self) -> None:
+        """Publishes the weights after this step; its metrics have been read, so they are known to be finite."""
+        assert self.publisher is not None
+        params, bias, mesh = self._model()
+        prompt = self.data.tokenizer.encode(self.config.train.sample_prompt) or [self.data.tokenizer.bos_id]
+        with jax.set_mesh(mesh):
+            self.publisher.publish(snapshot(params, bias, version=self.step, config=self.config, prompt=prompt))
 
     def _save(self) -> None:
         """Starts an asynchronous save; all metrics up to here have been read, so the state is known to be finite."""
@@ -475,5 +498,7 @@ class _Run:
 
     def close(self) -> None:
         self._stop_profile()
+        if self.publisher:
+            self.publisher.close()
         if self.log:
             self.log.close()

@@ -26,6 +26,13 @@ ALWAYS_FREE = frozenset(
         "train.checkpoint_interval",
         "train.keep_last",
         "train.keep_every",
+        "train.checkpoint_copy",
+        "train.publish.interval",
+        "train.publish.directory",
+        "train.publish.keep",
+        "train.publish.address",
+        "train.publish.experts",
+        "train.publish.scale_rule",
         "train.skip_nonfinite",
         "train.profile_steps",
     }

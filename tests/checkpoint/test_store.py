@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from k3jax.checkpoint import store as store_module
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore, RunRecord, from_paths, to_paths
 
 RECORD = RunRecord(config={"a": {"b": 1}}, tokenizer={"name": "bytes"}, source={"bytes": 3}, data={"cursor": [1, 2]})
@@ -252,3 +253,149 @@ def test_a_process_killed_with_a_save_in_flight_leaves_the_checkpoint_before(tmp
     save(store, 2, {"a": jnp.full((500, 500), 2.0)})
     store.close()
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1", "2"]
+
+
+def on(devices: int, spec: PartitionSpec) -> NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Explicit,))
+    return NamedSharding(mesh, spec)
+
+
+def test_arrays_move_between_numbers_of_devices_and_dtypes_in_one_read(tmp_path):
+    values = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+    places = [on(8, PartitionSpec("data")), on(4, PartitionSpec(None, "data")), on(1, PartitionSpec())]
+    store = CheckpointStore(tmp_path / "c", keep_last=9)
+    for step, source in enumerate(places):
+        save(store, step, {"w": jax.device_put(values, source)})
+        for target in places:
+            for dtype in (jnp.float32, jnp.bfloat16):
+                wanted = {"w": jax.ShapeDtypeStruct(values.shape, dtype, sharding=target)}
+                loaded = store.load("model", wanted, step, cast=True)["w"]
+                assert loaded.sharding == target
+                np.testing.assert_array_equal(np.asarray(loaded), values.astype(dtype))
+    store.close()
+
+
+def test_one_item_is_restored_without_opening_the_others(tmp_path):
+    store = CheckpointStore(tmp_path / "c")
+    save(store, 1, {"a": jnp.arange(4.0)}, {"b": jnp.ones(3)})
+    store.close()
+    shutil.rmtree(tmp_path / "c" / "1" / "training")
+    store = CheckpointStore(tmp_path / "c", read_only=True)
+    np.testing.assert_array_equal(store.load("model", abstract({"a": jnp.ones(4)}))["a"], np.arange(4.0))
+    store.close()
+
+
+def test_shapes_and_record_are_read_without_the_arrays(tmp_path):
+    store, model = CheckpointStore(tmp_path / "c"), {"a": jax.random.normal(jax.random.key(0), (600, 300))}
+    save(store, 1, model)
+    store.close()
+    largest = max((f for f in (tmp_path / "c" / "1").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data, third = bytearray(largest.read_bytes()), largest.stat().st_size // 3
+    data[third : 2 * third] = bytes(third)
+    largest.write_bytes(data)
+    store = CheckpointStore(tmp_path / "c", read_only=True)
+    assert store.read_shapes("model") == {"a": ((600, 300), "float32")}
+    assert store.read_record() == RECORD
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.load("model", abstract(model))
+    store.close()
+
+
+def test_a_second_directory_gets_every_checkpoint_and_stands_in_for_the_first(tmp_path):
+    def opened(**options):
+        return CheckpointStore(tmp_path / "near", copy=tmp_path / "far", keep_last=2, **options)
+
+    store = opened()
+    for step in (1, 2, 3):
+        save(store, step, {"a": jnp.full(3, float(step))})
+    store.close()
+    for name in ("near", "far"):
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == ["2", "3"]
+    shutil.rmtree(tmp_path / "near" / "3")
+    store = opened()
+    assert store.steps == [2, 3]
+    assert store.read_record(3) == RECORD
+    assert store.read_shapes("model", 3) == {"a": ((3,), "float32")}
+    np.testing.assert_array_equal(store.load("model", abstract({"a": jnp.ones(3)}))["a"], 3)
+    save(store, 4, {"a": jnp.full(3, 4.0)})
+    store.close()
+    shutil.rmtree(tmp_path / "near")
+    store = opened()
+    np.testing.assert_array_equal(store.load("model", abstract({"a": jnp.ones(3)}))["a"], 4)
+    with pytest.raises(CheckpointError, match=r"no checkpoint 9 in .*near; has none"):
+        store.load("model", abstract({"a": jnp.ones(3)}), 9)
+    store.close()
+
+
+def test_what_is_read_at_a_time_is_bounded(tmp_path, monkeypatch):
+    """Orbax asks for bytes before each shard that it reads; a shard larger than the bound is read alone."""
+    from orbax.checkpoint._src.serialization import limits
+
+    held, most, asked = 0, [0], []
+    wait, release = limits.LimitInFlightBytes.wait_for_bytes, limits.LimitInFlightBytes.release_bytes
+
+    async def counted_wait(self, size):
+        nonlocal held
+        asked.append((size, self.max_bytes))
+        await wait(self, size)
+        held += size
+        most.append(held)
+
+    async def counted_release(self, size):
+        nonlocal held
+        held -= size
+        await release(self, size)
+
+    monkeypatch.setattr(limits.LimitInFlightBytes, "wait_for_bytes", counted_wait)
+    monkeypatch.setattr(limits.LimitInFlightBytes, "release_bytes", counted_release)
+    monkeypatch.setattr(store_module, "RESTORE_BYTES", 200_000)
+    model = {f"a{i}": jnp.full((100, 300), float(i)) for i in range(12)}  # 120,000 bytes each
+    store = CheckpointStore(tmp_path / "c")
+    save(store, 1, model)
+    assert_equal(store.load("model", abstract(model)), model)
+    assert len(asked) == 12
+    assert max(most) == 120_000
+    monkeypatch.setattr(store_module, "RESTORE_BYTES", 1000)
+    assert_equal(store.load("model", abstract(model)), model)
+    sharding = on(4, PartitionSpec("data"))
+    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in model.items()}
+    save(store, 2, {name: jax.device_put(x, sharding) for name, x in model.items()})
+    asked.clear()
+    assert_equal(jax.device_get(store.load("model", wanted, 2)), jax.device_get(model))
+    assert {size for size, _ in asked} == {30_000}
+    assert {limit for _, limit in asked} == {30_001}
+    store.close()
+
+
+CYCLES = """
+import gc, sys
+import jax, jax.numpy as jnp
+from k3jax.checkpoint.store import CheckpointStore, RunRecord
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+model = {f"w{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(16)}
+place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), model)
+store = CheckpointStore(sys.argv[1], copy=sys.argv[1] + "-copy")
+for step in range(50):
+    store.save(step, model=model, training={"step": jnp.int32(step)}, record=RunRecord({}, {}, {}, {}))
+    model = store.load("model", wanted, step)
+    gc.collect()
+    print(resident(), flush=True)
+store.close()
+"""
+
+
+@pytest.mark.slow
+def test_fifty_saves_and_restores_leave_memory_flat(tmp_path):
+    """The process grows by less than one checkpoint (64 MiB) from the second ten of fifty cycles to the last ten."""
+    command = [sys.executable, "-c", CYCLES, str(tmp_path / "c")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = [int(line) for line in done.stdout.split()]
+    print("MiB after each cycle:", [size >> 20 for size in sizes])
+    assert len(sizes) == 50
+    assert np.median(sizes[40:]) - np.median(sizes[10:20]) < 64 << 20
