@@ -128,6 +128,11 @@ class MoEConfig:
     dispatch: Literal["balanced", "home"] = "balanced"
     """How rows travel on a mesh with expert > 1: "balanced" (MoonEP) lets every rank compute the same number and copies
     busy experts for it; "home" sends all rows of an expert to its home, with room for the worst case."""
+    qat: Literal["w4", "w4a8"] | None = None
+    """Quantisation-aware training of routed experts: "w4" computes with weights rounded to MXFP4, "w4a8" also rounds
+    what enters their products to MXFP8. The unrounded weights are trained. Generation from such a run holds codes."""
+    qat_scale_rule: ScaleRule = "outlier"
+    """How a group of 32 gets its scale (`k3jax.ops.mx`); the default has the least squared error in both formats."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -193,6 +198,14 @@ class ModelConfig:
             self.attn_res_block_size is None or self.attn_res_block_size > 0,
             "ModelConfig.attn_res_block_size must be positive or None",
         )
+        inputs = (
+            ("moe.latent_size", self.moe.latent_size) if self.moe.latent_size else ("hidden_size", self.hidden_size)
+        )
+        for name, width in (inputs, ("moe.expert_size", self.moe.expert_size)):
+            _require(
+                self.moe.qat is None or width % 32 == 0,
+                f"ModelConfig.{name} {width} must be a multiple of 32, the size of an MX group, for moe.qat",
+            )
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

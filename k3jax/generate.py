@@ -31,6 +31,7 @@ from k3jax.config import ConfigError, RunConfig, from_dict
 from k3jax.data.sources import DataError
 from k3jax.data.tokenizers import StreamDecoder, Tokenizer, check_tokens, load_tokenizer
 from k3jax.model.k3 import K3, Cache, init_cache
+from k3jax.model.quantize import served
 from k3jax.sharding import place, shardings
 from k3jax.train.state import abstract_params
 
@@ -51,7 +52,8 @@ class Loaded:
 def load(run_dir: str | Path, step: int | None = None) -> Loaded:
     """Model, router biases and tokenizer of a run (default: its latest checkpoint); optimizer state is not read.
 
-    Arrays land on the current mesh, or on the first device when none is set.
+    Arrays land on the current mesh, or on the first device when none is set. Routed experts of a run with
+    `model.moe.qat` are held as MXFP4 codes (`k3jax.model.quantize`).
 
     Raises:
         CheckpointError: no checkpoint there.
@@ -73,7 +75,8 @@ def load(run_dir: str | Path, step: int | None = None) -> Loaded:
         loaded = store.load("model", abstract, step)
     finally:
         store.close()
-    return Loaded(loaded["params"], loaded["router_bias"], load_tokenizer(config.data.tokenizer), config, step or 0)
+    params = served(loaded["params"], config.model)
+    return Loaded(params, loaded["router_bias"], load_tokenizer(config.data.tokenizer), config, step or 0)
 
 
 def sample(logits_BV: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,10 +38,10 @@ from k3jax.checkpoint.layout import (
     stored_wide,
 )
 from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split, settle
-from k3jax.checkpoint.mxfp4 import encode
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
+from k3jax.ops.mx import ScaleRule, quantize
 from k3jax.parallel.launch import together
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -63,7 +63,8 @@ def export_pretrained(
         like: a directory in the released layout that the weights came from. Its tensors' dtypes and padding are kept,
             and its vision tensors, tokenizer and other files are copied. Of packed experts the scales are kept
             wherever a group's values still are exact with them, so that what did not change has the same bytes.
-        experts: None: as in `like`, plain without it.
+        experts: None: as in `like`, plain without it. New scales follow the model's `moe.qat_scale_rule`, with which
+            it may have been trained.
         dtype: of what the release stores as bfloat16, without `like`.
         max_shard_bytes: files are no larger, but for a tensor that is.
 
@@ -90,7 +91,7 @@ def export_pretrained(
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with _Exporter(temporary, mine, source, packed) as exporter:
+        with _Exporter(temporary, mine, source, packed, model.config.moe.qat_scale_rule) as exporter:
             pure = nnx.to_pure_dict(nnx.state(model))
             for one in found:
                 exporter.write(one, router_bias if one.path == ROUTER_BIAS else get(pure, one.path))
@@ -199,9 +200,11 @@ def _to_disk(path: Path) -> None:
 
 
 class _Exporter:
-    def __init__(self, temporary: Path, mine: dict[str, Tensors], source: Checkpoint | None, packed: bool) -> None:
+    def __init__(
+        self, temporary: Path, mine: dict[str, Tensors], source: Checkpoint | None, packed: bool, rule: ScaleRule
+    ) -> None:
         self._described = {name: described for held in mine.values() for name, described in held.items()}
-        self._source, self._packed = source, packed
+        self._source, self._packed, self._rule = source, packed, rule
         self._reader = Reader()
         self._writer = Writer(temporary, mine)
         self._threads = ThreadPoolExecutor(_THREADS, "k3jax-export")
@@ -264,7 +267,7 @@ class _Exporter:
         if self._source is not None and scales_name in self._source.tensors:
             info = self._source.tensors[scales_name]
             kept = self._reader.read(scales_name, info, scales_shape, groups).copy()
-        codes, scales = _encoding(_rows(name, value, np.float32), kept)
+        codes, scales = _encoding(_rows(name, value, np.float32), kept, self._rule)
         self._writer.write(codes_name, codes_shape, (rows, (begin // 2, end // 2)), np.asarray(codes))
         self._writer.write(scales_name, scales_shape, groups, np.asarray(scales))
 
@@ -346,7 +349,9 @@ def _first_copies(array: jax.Array) -> Iterator[Any]:
             yield shard
 
 
-_encoding = jax.jit(encode)
+@partial(jax.jit, static_argnums=2)
+def _encoding(values: jax.Array, kept: jax.Array | None, rule: ScaleRule) -> tuple[jax.Array, jax.Array]:
+    return quantize(values, format="mxfp4", scale_rule=rule, source_scales=kept)
 
 
 @lru_cache

@@ -38,12 +38,12 @@ from k3jax.checkpoint.layout import (
     leaves,
     packed_leaves,
 )
-from k3jax.checkpoint.mxfp4 import decode
 from k3jax.checkpoint.preflight import Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import Range, Reader, covering
 from k3jax.checkpoint.store import from_paths, to_paths
 from k3jax.config import ConfigError
 from k3jax.model.k3 import K3
+from k3jax.ops.mx import dequantize
 from k3jax.parallel.launch import together
 from k3jax.sharding import shardings
 
@@ -365,7 +365,7 @@ def _writing(sharding: Any, packed: bool) -> Callable[..., tuple[jax.Array, jax.
     """Writes each device's part of a chunk at the same place of its shard; also returns when that is done."""
 
     def write(array: jax.Array, start: jax.Array, *chunk: jax.Array) -> jax.Array:
-        values = decode(chunk[0], chunk[1], array.dtype).swapaxes(-1, -2) if packed else chunk[0]
+        values = dequantize(chunk[0], chunk[1], array.dtype, format="mxfp4").swapaxes(-1, -2) if packed else chunk[0]
         return jax.lax.dynamic_update_slice(array, values, tuple(start))
 
     if isinstance(sharding, NamedSharding):

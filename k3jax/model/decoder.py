@@ -165,7 +165,7 @@ def _rounded(layer: DecoderLayer) -> DecoderLayer:
 
     def one(path: tuple, w: jax.Array) -> jax.Array:
         names = {jax.tree_util.keystr((key,), simple=True) for key in path}
-        return w.astype(layer.config.dtype) if names & _ROUNDED else w
+        return w.astype(layer.config.dtype) if names & _ROUNDED and w.dtype != jnp.uint8 else w  # not codes
 
     return jax.tree_util.tree_map_with_path(one, layer)
 

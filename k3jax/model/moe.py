@@ -20,6 +20,7 @@ from k3jax.config import ModelConfig
 from k3jax.model import init
 from k3jax.model.mlp import MLP
 from k3jax.ops.grouped_matmul import ExpertOptions, expert_mlp, group_layout, why_not_pallas
+from k3jax.ops.mx import PackedMX, ScaleRule, fake_quant, unpacked
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.quantile_balancing import qb_histogram
 from k3jax.ops.remat import checkpoint_name
@@ -69,13 +70,16 @@ class LatentMoE(nnx.Module):
         """Routes and mixes `x_BTD` (normed); tokens with `valid_BT` False reach no routed expert and no statistic."""
         dtype, moe = x_BTD.dtype, self.config.moe
         z = x_BTD if moe.latent_size is None else x_BTD @ self.latent_down[...].astype(dtype)
+        if self._activation_rule:
+            z = fake_quant(z, format="mxfp8", scale_rule=self._activation_rule)
         tokens = layout(x_BTD)
         positions_BT, valid_BT = (place(a, *tokens[:2]) for a in (positions_BT, valid_BT))
-        banks = tuple(w[...].astype(dtype) for w in (self.w1, self.w3, self.w2))
+        banks = tuple(w.get_value() for w in (self.w1, self.w3, self.w2))
+        banks = tuple(w if isinstance(w, PackedMX) else w.astype(dtype) for w in banks)
         if resolve_moe(self.config) == "dense":
             banks = place(banks)
         routed, stats = island(
-            partial(self._routed, axes_of(x_BTD), axes_of(banks[0]), histogram),
+            partial(self._routed, axes_of(x_BTD), axes_of(jax.tree.leaves(banks)[0]), histogram),
             (x_BTD, z, positions_BT, valid_BT),
             bias_E,
             self.router[...],
@@ -123,22 +127,30 @@ class LatentMoE(nnx.Module):
                 )
         stats = RouterStats(all_sum(jnp.sum(picked_NE, axis=0), token_axes), all_sum(bins, token_axes))
         implementation = resolve_moe(self.config)
+        if moe.implementation is None and isinstance(experts[0], PackedMX) and routing.experts_NK.size <= E:
+            implementation = "blocked"  # which decodes the few experts that were picked
         if implementation == "dense":
             out = self._dense(z, routing, valid, experts)
         else:
             out = self._grouped(z, routing, valid, experts, implementation, ranks)
         return out.astype(z.dtype).reshape(z_BTL.shape), stats
 
+    @property
+    def _activation_rule(self) -> ScaleRule | None:
+        return self.config.moe.qat_scale_rule if self.config.moe.qat == "w4a8" else None
+
     def _situ(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return situ_glu(gate, up, self.config.situ_beta, self.config.situ_linear_beta)
 
     def _dense(self, z_NL, routing: Routing, valid_N, weights) -> jax.Array:
         """Every expert on every token, weighted by 0 where not picked: exact, simple, E/K times the work."""
-        w1, w3, w2 = weights
+        w1, w3, w2 = (unpacked(w, z_NL.dtype) for w in weights)
         wide = routing.weights_NK.dtype
         one_hot = jax.nn.one_hot(routing.experts_NK, w1.shape[0], dtype=wide)
         p_NE = jnp.einsum("nk,nke->ne", routing.weights_NK * valid_N[:, None], one_hot)
         hidden = self._situ(jnp.einsum("nl,elf->nef", z_NL, w1), jnp.einsum("nl,elf->nef", z_NL, w3))
+        if self._activation_rule:
+            hidden = fake_quant(hidden, format="mxfp8", scale_rule=self._activation_rule)
         y = jnp.einsum("nef,efl->nel", hidden, w2)
         return jnp.einsum("ne,nel->nl", p_NE, y.astype(wide))
 
@@ -148,8 +160,10 @@ class LatentMoE(nnx.Module):
         """Tokens sorted by expert; work proportional to what was routed."""
         w1, w3, w2 = weights
         align = _align(implementation, routing.experts_NK.size, self.config.moe.num_experts)
-        options = ExpertOptions(self.config.situ_beta, self.config.situ_linear_beta, align, implementation)
-        w13 = checkpoint_name(jnp.concatenate([w1, w3], axis=2), "expert_weights")  # one pass together with their cast
+        betas = self.config.situ_beta, self.config.situ_linear_beta
+        options = ExpertOptions(*betas, align, implementation, activation_rule=self._activation_rule)
+        w13 = jax.tree.map(lambda *w: jnp.concatenate(w, axis=2), w1, w3)  # one pass together with their cast
+        w13 = checkpoint_name(w13, "expert_weights")
         if ranks:
             picked = routing.experts_NK, routing.weights_NK, valid_N
             return expert_mlp_over_ranks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -33,16 +35,17 @@ def sharding_of(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+def vary_alike(*trees: Any) -> list[Any]:
     """Makes all arrays vary over the manual mesh axes that any of them varies over.
 
     A `custom_vjp` rule must return gradients typed like its inputs. Inside `jax.shard_map(check_vma=True)` the gradient
     of replicated weights is not replicated; cast outside the rule, autodiff adds the missing `psum`.
     """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    leaves = jax.tree.leaves(trees)
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
         return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
 
-    return [cast(x) for x in arrays]
+    return [jax.tree.map(cast, tree) for tree in trees]

@@ -195,6 +195,11 @@ class PackedMX:
         return dequantize(self.codes, self.scales, dtype, format=self.format, axis=-2)
 
 
+def unpacked(w: jax.Array | PackedMX, dtype: Any) -> jax.Array:
+    """The array that a `PackedMX` stands for, in `dtype`; an array as it is."""
+    return w.dequantize(dtype) if isinstance(w, PackedMX) else w
+
+
 def _element(format: Format) -> _Element:
     if format not in _ELEMENTS:
         raise ValueError(f"format must be one of {', '.join(map(repr, _ELEMENTS))}, got {format!r}")

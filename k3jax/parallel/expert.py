@@ -41,6 +41,8 @@ from k3jax.ops.grouped_matmul import (
     padded_rows,
 )
 from k3jax.ops.grouped_matmul.layout import rows_at
+from k3jax.ops.grouped_matmul.xla import Matrices
+from k3jax.ops.mx import PackedMX
 from k3jax.parallel.expert_plan import Plan, Slices, before, plan_at_home, plan_balanced
 
 Balance = Literal["balanced", "home"]
@@ -102,8 +104,8 @@ class _Static(NamedTuple):
 
 def expert_mlp_over_ranks(
     z_NL: Array,
-    w13: Array,
-    w2: Array,
+    w13: Matrices,
+    w2: Matrices,
     experts_NK: Array,
     weights_NK: Array,
     valid_N: Array | None,
@@ -121,7 +123,8 @@ def expert_mlp_over_ranks(
     Args:
         z_NL: this rank's tokens, in the dtype of products.
         w13: [H, L, 2F], gate then up; w2: [H, F, L]: the experts at home here, in the dtype of `z_NL` or a wider one,
-            which is rounded before anything is sent. Their gradients have their dtype.
+            which is rounded before anything is sent. Their gradients have their dtype. Or `PackedMX` codes, without a
+            gradient: copies travel as codes.
         experts_NK: int32 in [0, E), E = R·H; for "home" those of a token must differ.
         weights_NK: at least float32.
         valid_N: bool; padding tokens (False) are sent nowhere and output 0. None: all are valid.
@@ -153,7 +156,8 @@ def expert_mlp_over_ranks(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_ranks(static: _Static, z_NL, w13, w2, weights_NK, plan: Plan, layout: GroupLayout) -> Array:
     rows_ML, weights_M = _sent(static, z_NL, weights_NK, plan, layout)
-    w13, w2 = (_with_copies(static, w.astype(z_NL.dtype), plan) for w in (w13, w2))
+    w13, w2 = (w if isinstance(w, PackedMX) else w.astype(z_NL.dtype) for w in (w13, w2))
+    w13, w2 = (_with_copies(static, w, plan) for w in (w13, w2))
     return _returned(static, _computed(static, plan, rows_ML, w13, w2, weights_M), plan, layout)
 
 
@@ -202,7 +206,7 @@ def _returned(static: _Static, y_ML: Array, plan: Plan, layout: GroupLayout) -> 
     return combine(y, layout, jnp.ones(layout.row_of_NK.shape, wide(y_ML[:0]).dtype)).astype(y_ML.dtype)
 
 
-def _computed(static: _Static, plan: Plan, rows_ML: Array, w13: Array, w2: Array, weights_M: Array) -> Array:
+def _computed(static: _Static, plan: Plan, rows_ML: Array, w13: Matrices, w2: Matrices, weights_M: Array) -> Array:
     """`expert_mlp` on rows that lie in their segments already; w13 and w2 of all G segments."""
     M, me = static.rows, lax.axis_index(static.axis)
     sizes_G, rows_G = plan.sizes_RG[me], plan.rows_RG[me]
@@ -225,13 +229,13 @@ def _copies(plan: Plan, H: int) -> Slices:
     return Slices(travels.astype(jnp.int32), at_home, slot)
 
 
-def _with_copies(static: _Static, w: Array, plan: Plan) -> Array:
+def _with_copies[W: Matrices](static: _Static, w: W, plan: Plan) -> W:
     """The matrices of all segments [G, ...] from those at home [H, ...]; 0 in empty slots."""
-    H, G = len(w), plan.expert_RG.shape[1]
+    H, G = w.shape[0], plan.expert_RG.shape[1]
     if G == H:
         return w
-    copies = exchange(w, _copies(plan, H), G - H, axis=static.axis, transport=static.transport)
-    return jnp.concatenate([w, copies])
+    send = partial(exchange, slices=_copies(plan, H), rows=G - H, axis=static.axis, transport=static.transport)
+    return jax.tree.map(lambda a: jnp.concatenate([a, send(a)]), w)
 
 
 def _summed_at_home(static: _Static, dw: Array, plan: Plan, H: int) -> Array:

@@ -41,6 +41,7 @@ from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, merge_states, open_data
 from k3jax.data.sources import DataError
+from k3jax.model.quantize import served
 from k3jax.parallel.launch import StopVote, exchange, is_first, require_same, together
 from k3jax.train import flops
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
@@ -440,7 +441,7 @@ class _Run:
         with jax.set_mesh(mesh):
             key = jax.random.fold_in(jax.random.wrap_key_data(rng), self.step)
             text = generate_text(
-                params,
+                served(params, self.config.model),
                 bias,
                 self.data.tokenizer,
                 train.sample_prompt,

@@ -33,6 +33,7 @@ from k3jax.config import ConfigError, RunConfig
 from k3jax.model.decoder import Options
 from k3jax.model.k3 import K3, Stage, collect, describe
 from k3jax.model.plan import blocks_pushed, cut_layers
+from k3jax.model.quantize import quantized
 from k3jax.parallel.pipeline import (
     Executor,
     Layout,
@@ -357,7 +358,12 @@ class _Chunk:
         x = rank.residual
         read, pushes = layout.read(self.number), layout.pushes[self.number]
         rows, ends = (x,) * len(read), (None if self.first else x, None if self.last else x)
-        held = (self._stages()[self.name], rank.abstract.router_bias, rank.batch)
+        stage, first = self._stages()[self.name], {}
+        if self.config.model.moe.qat:
+            with jax.set_mesh(rank.mesh):
+                first["quantize"] = jax.jit(partial(quantized, config=self.config.model)).lower(stage)
+            stage = jax.tree.map(lambda s, q: s.update(dtype=q.dtype), stage, first["quantize"].out_info)
+        held = (stage, rank.abstract.router_bias, rank.batch)
         d_pushed = () if self.last else tuple((x,) * layout.contributions(self.number, row) for row in pushes)
         d_rows = tuple((x,) * layout.contributions(self.number, row) for row in read)
         d_first, d_more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
@@ -368,7 +374,7 @@ class _Chunk:
             options = compiler_options(rank.mesh)
             backward = jax.jit(self._add_pass, donate_argnames=donated, compiler_options=options)
             name, forward = ("score", self._scores) if self.last else ("forward", self._outputs)
-            return {
+            return first | {
                 "zeros": jax.jit(partial(_zeros, self.taken_type)).lower(),
                 "backward": backward.lower(*held, rows, *ends, d_pushed, d_first, d_more, self.taken_type),
                 name: jax.jit(forward, compiler_options=options).lower(*held, rows, ends[0]),
@@ -376,7 +382,10 @@ class _Chunk:
 
     def load(self, state: TrainState, batch: Sequence[Batch]) -> None:
         """What the next calls work on."""
-        self._held = (cast(Any, state.params)[self.name], state.router_bias)
+        stage = cast(Any, state.params)[self.name]
+        if self.config.model.moe.qat:
+            stage = self.programs["quantize"](stage)
+        self._held = (stage, state.router_bias)
         self._batch, self._taken = batch, None
 
     def unload(self) -> Any:
@@ -436,6 +445,7 @@ class _Chunk:
         out, pull, sums = jax.vjp(outputs, stage, rows, partial, has_aux=True)
         cotangents = jnp.ones_like(out) if self.last else (d_partial, tuple(sum(parts) for parts in d_pushed))
         d_stage, d_rows, d_partial = pull(cotangents)
+        d_stage = jax.tree.map(lambda g: g.astype(self.config.model.param_dtype), d_stage)
         return d_partial, d_rows, (to_rest(d_stage), sums)
 
     def _add_pass(

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3, Aux, Stage
 from k3jax.model.plan import plan_layers
+from k3jax.model.quantize import quantized
 from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import all_sum, axes_of, gathered, island, layout, place_like, spec, to_rest, whole_sequence
@@ -179,12 +180,14 @@ def gradients(
 ) -> tuple[K3, Sums]:
     """Gradients of the mean loss over all tokens of a batch [M, B, T], at rest, and the sums over it."""
     table = np.asarray(token_bytes, np.int32)
+    seen = quantized(params, config.model)  # once for all micro-batches, outside of what is differentiated
 
     def one(micro: Batch) -> tuple[K3, Sums]:
         def loss(params: K3) -> tuple[jax.Array, Sums]:
             return _forward(config, params, micro, router_bias, jnp.asarray(table), train=True)
 
-        grads, sums = jax.grad(loss, has_aux=True)(params)
+        grads, sums = jax.grad(loss, has_aux=True)(seen)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return to_rest(grads), sums  # a device adds up its slice only
 
     grads, sums = _accumulate(one, batch)
@@ -282,8 +285,10 @@ def make_eval_step(config: RunConfig, token_bytes: np.ndarray) -> Callable[[K3, 
     table = np.asarray(token_bytes, np.int32)
 
     def eval_step(params: K3, router_bias: jax.Array, batch: Batch) -> Metrics:
+        seen = quantized(params, config.model)
+
         def forward(micro: Batch) -> tuple[None, Sums]:
-            return None, _forward(config, params, micro, router_bias, jnp.asarray(table), train=False)[1]
+            return None, _forward(config, seen, micro, router_bias, jnp.asarray(table), train=False)[1]
 
         _, sums = _accumulate(forward, batch)
         return {"nats": sums.cross_entropy, "tokens": sums.tokens, "bytes": sums.bytes}

@@ -27,6 +27,8 @@ from k3jax.ops.grouped_matmul import mosaic, ragged
 from k3jax.ops.grouped_matmul.glu import Glu
 from k3jax.ops.grouped_matmul.layout import GroupLayout, rows_at
 from k3jax.ops.grouped_matmul.product import Implementation, grouped_matmul, refuse_pallas
+from k3jax.ops.grouped_matmul.xla import Matrices
+from k3jax.ops.mx import ScaleRule, fake_quant, unpacked
 from k3jax.ops.situ import situ_glu, situ_glu_backward
 
 
@@ -38,12 +40,14 @@ class ExpertOptions(NamedTuple):
     align: int
     implementation: Implementation
     tiling: ragged.Tiling = ragged.DEFAULT
+    activation_rule: ScaleRule | None = None
+    """Round the activation, before its routing weight, to MXFP8 with this rule for scales (straight through)."""
 
 
 def expert_mlp(
     z_NL: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: Matrices,
+    w2: Matrices,
     weights_NK: jax.Array,
     layout: GroupLayout,
     options: ExpertOptions,
@@ -52,7 +56,8 @@ def expert_mlp(
 
     Args:
         z_NL: tokens, in the dtype of products.
-        w13: [E, L, 2F], gate then up; w2: [E, F, L]. In the dtype of `z_NL`.
+        w13: [E, L, 2F], gate then up; w2: [E, F, L]. In the dtype of `z_NL`, or `PackedMX` codes as in
+            `grouped_matmul`.
         weights_NK: at least float32.
         layout: with groups aligned to `options.align`.
 
@@ -83,14 +88,44 @@ def _forward(options: ExpertOptions, z_NL, w13, w2, weights_NK, layout: GroupLay
     rows_ML, scale_M = _rows_of(z_NL, layout), rows_at(weights_NK.reshape(-1), layout.slot_of_row)
     if options.implementation == "pallas":
         tiles = ragged.row_tiles(layout.group_sizes_E, len(rows_ML))
-        glu = Glu(scale_M, options.beta, options.linear_beta)
+        w13, w2 = (unpacked(w, rows_ML.dtype) for w in (w13, w2))
+        rule = options.activation_rule
+        glu = Glu(scale_M if rule is None else jnp.ones_like(scale_M), options.beta, options.linear_beta)
         hidden_MF = mosaic.rows_times_matrices(rows_ML, w13, tiles, glu=glu, tiling=options.tiling)
+        if rule is not None:
+            hidden_MF = _scaled(_rounded(options, hidden_MF), scale_M)
         y_ML = mosaic.rows_times_matrices(hidden_MF, w2, tiles, tiling=options.tiling)
     else:
         gate_MF, up_MF = jnp.split(_product(options, layout, rows_ML, w13), 2, axis=1)
-        hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
+        hidden_MF = _activated(options, gate_MF, up_MF, scale_M)
         y_ML = _product(options, layout, hidden_MF, w2)
     return _sum_of_slots(y_ML, layout)
+
+
+def _rounded(options: ExpertOptions, hidden_MF: jax.Array) -> jax.Array:
+    """What a server with MXFP8 activations multiplies: without the routing weight, which would move the grid."""
+    assert options.activation_rule is not None
+    return fake_quant(hidden_MF, format="mxfp8", scale_rule=options.activation_rule)
+
+
+def _scaled(hidden_MF: jax.Array, scale_M: jax.Array) -> jax.Array:
+    return (wide(hidden_MF) * scale_M[:, None]).astype(hidden_MF.dtype)
+
+
+def _activated(options: ExpertOptions, gate_MF: jax.Array, up_MF: jax.Array, scale_M: jax.Array) -> jax.Array:
+    if options.activation_rule is None:
+        return situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
+    return _scaled(_rounded(options, situ_glu(gate_MF, up_MF, options.beta, options.linear_beta)), scale_M)
+
+
+def _activation_backward(options: ExpertOptions, gate_MF, up_MF, d_hidden_MF, scale_M) -> tuple[jax.Array, ...]:
+    """The scaled activation, and the gradients of gate, up and scale; straight through a rounded activation."""
+    backward = situ_glu_backward(gate_MF, up_MF, d_hidden_MF, scale_M, options.beta, options.linear_beta)
+    if options.activation_rule is None:
+        return backward
+    rounded_MF = _rounded(options, situ_glu(gate_MF, up_MF, options.beta, options.linear_beta))
+    d_scale_M = jnp.sum(wide(rounded_MF) * wide(d_hidden_MF), axis=-1)
+    return _scaled(rounded_MF, scale_M), *backward[1:3], d_scale_M
 
 
 def _rows_of(z_NL: jax.Array, layout: GroupLayout) -> jax.Array:
@@ -104,7 +139,7 @@ def _sum_of_slots(y_ML: jax.Array, layout: GroupLayout) -> jax.Array:
     return reduce(jnp.add, [wide(rows_at(y_ML, layout.row_of_NK[:, k])) for k in range(K)]).astype(y_ML.dtype)
 
 
-def _product(options: ExpertOptions, layout: GroupLayout, x: jax.Array, w: jax.Array) -> jax.Array:
+def _product(options: ExpertOptions, layout: GroupLayout, x: jax.Array, w: Matrices) -> jax.Array:
     name, align = options.implementation, options.align
     return grouped_matmul(x, w, layout.group_sizes_E, align=align, implementation=name, tiling=options.tiling)
 
@@ -118,7 +153,7 @@ def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
     z_NL, w13, w2, weights_NK, layout = residuals
     rows_ML, dy_ML = _rows_of(z_NL, layout), _rows_of(d_out_NL, layout)
     scale_M = rows_at(weights_NK.reshape(-1), layout.slot_of_row)
-    activation = partial(situ_glu_backward, beta=options.beta, linear_beta=options.linear_beta)
+    activation = partial(_activation_backward, options)
     if options.implementation == "pallas":
         sizes, tiling = layout.group_sizes_E, options.tiling
         tiles = ragged.row_tiles(sizes, len(rows_ML))
@@ -134,7 +169,7 @@ def _bwd(options: ExpertOptions, residuals, d_out_NL: jax.Array):
         product = partial(_product, options, layout)
         both, pull13 = jax.vjp(product, rows_ML, w13)
         gate_MF, up_MF = jnp.split(both, 2, axis=1)
-        hidden_MF = situ_glu(gate_MF, up_MF, options.beta, options.linear_beta, scale_M)
+        hidden_MF = _activated(options, gate_MF, up_MF, scale_M)
         d_hidden_MF, dw2 = jax.vjp(product, hidden_MF, w2)[1](dy_ML)
         _, d_gate, d_up, d_scale_M = activation(gate_MF, up_MF, d_hidden_MF, scale_M)
         d_rows_ML, dw13 = pull13(jnp.concatenate([d_gate, d_up], axis=1))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from k3jax.ops import mosaic as kit
 from k3jax.ops.common import vary_alike
 from k3jax.ops.grouped_matmul import mosaic, ragged, xla
+from k3jax.ops.mx import PackedMX, unpacked
 
 Implementation = Literal["reference", "ragged", "blocked", "pallas"]
 
@@ -42,7 +43,7 @@ def default_implementation(rows: int, align: int, dtype: jnp.dtype, D: int, F: i
 
 def grouped_matmul(
     x_MD: jax.Array,
-    w_EDF: jax.Array,
+    w_EDF: xla.Matrices,
     group_sizes_E: jax.Array,
     *,
     align: int = 1,
@@ -57,7 +58,9 @@ def grouped_matmul(
 
     Args:
         w_EDF: of the dtype of `x_MD`. "pallas" also takes float32 matrices with 16-bit rows: they are rounded to the
-            dtype of the rows, and their gradient is a float32 sum that was never rounded.
+            dtype of the rows, and their gradient is a float32 sum that was never rounded. `PackedMX` codes [E, D, F]
+            give what their numbers in the dtype of `x_MD` give, without a gradient: "blocked" decodes the matrices that
+            it gathers, and so the experts that have rows only; the others decode all at once.
         align: promise that every group size is a multiple of it.
         implementation: "reference" gathers one matrix per row; "ragged" is `jax.lax.ragged_dot`, slow on GPUs and CPUs;
             "blocked" needs `align` and gathers one matrix per `align` rows for a batched product; "pallas" is a kernel
@@ -80,8 +83,9 @@ def grouped_matmul(
             f"grouped_matmul: x {x_MD.shape}, w {w_EDF.shape} and group_sizes {group_sizes_E.shape}"
             " must be [M, D], [E, D, F] and [E]"
         )
-    if x_MD.dtype != w_EDF.dtype and not (name == "pallas" and w_EDF.dtype == jnp.float32):
-        raise ValueError(f"grouped_matmul: x and w must have one dtype, got {x_MD.dtype} and {w_EDF.dtype}")
+    w_dtype = x_MD.dtype if isinstance(w_EDF, PackedMX) else w_EDF.dtype
+    if x_MD.dtype != w_dtype and not (name == "pallas" and w_dtype == jnp.float32):
+        raise ValueError(f"grouped_matmul: x and w must have one dtype, got {x_MD.dtype} and {w_dtype}")
     if name not in get_args(Implementation):
         raise ValueError(f"grouped_matmul: implementation must be one of {get_args(Implementation)}, got {name!r}")
     if name == "blocked" and (align < 2 or M % align):
@@ -90,10 +94,11 @@ def grouped_matmul(
         refuse_pallas(x_MD.dtype, D, F, tiling)
 
     dtype = jnp.dtype(preferred_element_type or x_MD.dtype)
-    if name == "pallas":
-        return _pallas(dtype, tiling, *vary_alike(x_MD, w_EDF, group_sizes_E))
     if name == "blocked":
         return xla.blocked(align, dtype, *vary_alike(x_MD, w_EDF, group_sizes_E))
+    w_EDF = unpacked(w_EDF, x_MD.dtype)
+    if name == "pallas":
+        return _pallas(dtype, tiling, *vary_alike(x_MD, w_EDF, group_sizes_E))
     if name == "ragged":
         return xla.ragged(dtype, *vary_alike(x_MD, w_EDF, group_sizes_E))
     return xla.reference(x_MD, w_EDF, group_sizes_E).astype(dtype)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops.common import einsum, wide, wide_dtype
+from k3jax.ops.mx import PackedMX, unpacked
+
+Matrices = jax.Array | PackedMX
 
 _BATCH_ELEMENTS = 2**29  # of gathered weights held at once by "blocked": 1 GiB in bf16, 2 GiB for their gradient
 
@@ -75,24 +78,25 @@ def _ragged_bwd(dtype: jnp.dtype, residuals, dy_MF: jax.Array):
 ragged.defvjp(_ragged_fwd, _ragged_bwd)
 
 
-def _block_product(subscripts: str, x_bac: jax.Array, w_EDF: jax.Array, group_b: jax.Array, dtype: jnp.dtype):
+def _block_product(subscripts: str, x_bac: jax.Array, w_EDF: Matrices, group_b: jax.Array, dtype: jnp.dtype):
     """Each block times its group's matrix; 0 past the last group. Bounds how many matrices are gathered at once."""
 
     def one(x_ac: jax.Array, group: jax.Array) -> jax.Array:
-        w_DF = jax.lax.dynamic_index_in_dim(w_EDF, group, keepdims=False)
+        w = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, group, keepdims=False), w_EDF)
+        w_DF = unpacked(w, x_ac.dtype)
         return jnp.where(group < w_EDF.shape[0], einsum(subscripts, x_ac, w_DF), 0).astype(dtype)
 
     return jax.lax.map(lambda block: one(*block), (x_bac, group_b), batch_size=_batch(len(group_b), w_EDF))
 
 
-def _batch(blocks: int, w_EDF: jax.Array) -> int:
+def _batch(blocks: int, w_EDF: Matrices) -> int:
     """Blocks whose matrices are gathered at once, in batches as even as can be."""
     batches = -(-blocks * w_EDF.shape[1] * w_EDF.shape[2] // _BATCH_ELEMENTS)
     return -(-blocks // min(max(batches, 1), blocks))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def blocked(align: int, dtype: jnp.dtype, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def blocked(align: int, dtype: jnp.dtype, x_MD: jax.Array, w_EDF: Matrices, sizes_E: jax.Array) -> jax.Array:
     group_b = _group_of(jnp.arange(0, x_MD.shape[0], align), sizes_E)
     blocks = x_MD.reshape(-1, align, x_MD.shape[1])
     return _block_product("ad,df->af", blocks, w_EDF, group_b, dtype).reshape(-1, w_EDF.shape[2])
