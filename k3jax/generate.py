@@ -272,10 +272,10 @@ def main(
         raise ConfigError(
             "--step chooses a checkpoint, --follow takes every version that is published: give one of them"
         )
-    for served in versions(source_of(run_dir)):
-        print(f"[version {served.version}]")
-        tokenizer = load_tokenizer(served.config.data.tokenizer)
-        _print_text(stream_text(served.model, served.router_bias, tokenizer, prompt, **options), prompt)
+    for published in versions(source_of(run_dir)):
+        print(f"[version {published.version}]")
+        tokenizer = load_tokenizer(published.config.data.tokenizer)
+        _print_text(stream_text(published.model, published.router_bias, tokenizer, prompt, **options), prompt)
 
 
 def _print_text(pieces: Iterator[str], prompt: str) -> None:
