@@ -25,7 +25,7 @@ from k3jax.ops.mosaic import Kit, multiprocessors, smem
 
 TILE = 128
 DEPTH = 64  # terms of a sum in one stage: 128 bytes, the widest swizzle
-STAGES = 3
+STAGES = 3  # with two, products take half as long again (H200)
 SLOTS = 2  # pieces that may be on their way out
 PIECE = 64  # rows and columns of what one copy stores
 
@@ -39,9 +39,9 @@ def why_not(rows: int, columns: int, dtype: Any) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "blocks", "stages", "slots"))  # lowered once for all products of a shape
+@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))  # lowered once for all products of a shape
 def symmetric_product(
-    a_nMK: jax.Array, coefficients: jax.Array | None = None, *, interpret: bool = False, blocks: int | None = None, stages: int = STAGES, slots: int = SLOTS
+    a_nMK: jax.Array, coefficients: jax.Array | None = None, *, interpret: bool = False, blocks: int | None = None
 ) -> jax.Array:
     """A Aᵀ of each matrix; with coefficients, for symmetric A: first · A A + second · A.
 
@@ -83,9 +83,9 @@ def symmetric_product(
                 matrix, i, j = place(turn)
 
                 def load(k, step):
-                    slot = lax.rem(step, jnp.int32(stages))
+                    slot = lax.rem(step, jnp.int32(STAGES))
 
-                    @pl.when(step >= stages)
+                    @pl.when(step >= STAGES)
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
@@ -100,25 +100,25 @@ def symmetric_product(
                 return lax.fori_loop(0, steps, load, step)
 
             filled = lax.fori_loop(0, mine, fill, jnp.int32(0))
-            for i in range(1, stages + 1):
+            for i in range(1, STAGES + 1):
 
                 @pl.when(filled >= i)
                 def _(i=i):
-                    plgpu.barrier_wait(empty.at[lax.rem(filled - i, jnp.int32(stages))])
+                    plgpu.barrier_wait(empty.at[lax.rem(filled - i, jnp.int32(STAGES))])
 
         @pl.when(wg == 0)
         def _():
             plgpu.set_max_registers(216, action="increase")
 
             def release(step):
-                plgpu.barrier_arrive(empty.at[lax.rem(step, jnp.int32(stages))])
+                plgpu.barrier_arrive(empty.at[lax.rem(step, jnp.int32(STAGES))])
 
             def tile(turn, _):
                 (matrix, i, j), first = place(turn), turn * steps
 
                 def compute(acc):
                     def multiply(k):
-                        slot = lax.rem(first + k, jnp.int32(stages))
+                        slot = lax.rem(first + k, jnp.int32(STAGES))
                         plgpu.barrier_wait(full.at[slot])
                         plgpu.wgmma(acc, left_s.at[slot], right_s.at[slot].transpose((1, 0)))
                         return slot
@@ -168,8 +168,8 @@ def symmetric_product(
                             copies += [(piece, at(j, c, i, r), True) for r, c, piece in pieces]
                         for turn, copy in enumerate(copies):
                             # all that were there before are done once at most these are not
-                            plgpu.wait_smem_to_gmem(min(turn, slots - 1), wait_read_only=True)
-                            put(turn % slots, *copy)
+                            plgpu.wait_smem_to_gmem(min(turn, SLOTS - 1), wait_read_only=True)
+                            put(turn % SLOTS, *copy)
 
                     pl.when(i == j)(lambda: put_all(mirrored=False))
                     pl.when(i != j)(lambda: put_all(mirrored=True))
@@ -182,7 +182,7 @@ def symmetric_product(
 
     if coefficients is None:
         coefficients = jnp.zeros(2, jnp.float32)
-    stage = smem((stages, TILE, DEPTH), a_nMK.dtype)
+    stage = smem((STAGES, TILE, DEPTH), a_nMK.dtype)
     return kit.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n, M, M), a_nMK.dtype),
@@ -193,8 +193,8 @@ def symmetric_product(
         scratch_types=[
             stage,
             stage,
-            smem((slots, PIECE, PIECE), a_nMK.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            smem((SLOTS, PIECE, PIECE), a_nMK.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         ],
     )(a_nMK, jnp.asarray(table), coefficients)
