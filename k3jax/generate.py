@@ -1,8 +1,8 @@
 """Text from a trained model: one prefill pass, then cached decoding token by token.
 
     python -m k3jax.generate RUN_DIR --prompt "def " --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
-    python -m k3jax.generate RUN_DIR --follow       # a text from every version that the run publishes, as they come
-    python -m k3jax.generate HOST:PORT --follow     # the same from train.publish.address of a run elsewhere
+    python -m k3jax.generate RUN_DIR/published --follow     # a text from every version that a run publishes there
+    python -m k3jax.generate HOST:PORT --follow             # the same from train.publish.address
 
 The cache holds KDA states and convolution tails (constant size) and MLA latents (one row a token); a decode step uses
 the absorbed form of MLA. Prefill plus decode equals one full pass.
@@ -215,12 +215,9 @@ def generate_text(
     return prompt + "".join(pieces)
 
 
-def source_of(run: str) -> Source:
-    """Where a run publishes: HOST:PORT, a directory that has versions, or `published` in the directory of the run."""
-    if re.fullmatch(r"[^/]+:\d+", run):
-        return Stream(run)
-    holds_versions = any(path.name.isdigit() for path in Path(run).glob("*"))
-    return Directory(run if holds_versions else Path(run) / "published")
+def source_of(place: str) -> Source:
+    """Where versions are: HOST:PORT, or a directory."""
+    return Stream(place) if re.fullmatch(r"[^/]+:\d+", place) else Directory(place)
 
 
 def versions(source: Source, seconds: float = 1.0) -> Iterator[Served]:
@@ -254,7 +251,7 @@ def main(
     """Continue a prompt with a trained model, streaming.
 
     Args:
-        run_dir: directory of a training run; with `follow` also a directory where one publishes, or its HOST:PORT.
+        run_dir: directory of a training run; with `follow` where it publishes, a directory or HOST:PORT.
         prompt: text to continue.
         max_tokens: how many tokens to add at most.
         temperature: 0 is greedy.

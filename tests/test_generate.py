@@ -1,5 +1,6 @@
 """Sampling and cached generation."""
 
+import itertools
 import subprocess
 import sys
 from functools import lru_cache
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 from helpers import micro
 
+from k3jax import generate
+from k3jax.checkpoint.publish import Publisher
+from k3jax.checkpoint.version import PublishedWeights, snapshot
+from k3jax.config import ConfigError, RunConfig
 from k3jax.data.tokenizers import load_tokenizer
-from k3jax.generate import generate_text, generate_tokens, sample
+from k3jax.generate import generate_text, generate_tokens, sample, source_of, versions
 from k3jax.model.k3 import create
 
 
@@ -85,3 +90,38 @@ def test_the_command_runs_without_a_warning():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--max-tokens" in done.stdout
+
+
+def published(version: int) -> PublishedWeights:
+    config = RunConfig(micro(num_layers=2, mla_layers=(1,), vocab_size=512))
+    weights = create(config.model, seed=version)
+    bias = jnp.zeros((1, config.model.moe.num_experts), jnp.float32)
+    return snapshot(weights, bias, version=version, config=config, prompt=[1, 2])
+
+
+def test_following_swaps_between_texts_and_never_within_one(tmp_path):
+    publisher = Publisher(tmp_path / "later")
+    served = versions(source_of(str(tmp_path / "later")), 0.02)
+    publisher.publish(published(1))
+    first = next(served)
+    weights = np.asarray(first.model.embed[...])
+    publisher.publish(published(2))
+    publisher.close()
+    second = next(served)
+    assert (first.version, second.version) == (1, 2)
+    np.testing.assert_array_equal(np.asarray(first.model.embed[...]), weights)
+    assert not np.array_equal(np.asarray(second.model.embed[...]), weights)
+    served.close()
+
+
+def test_the_command_writes_a_text_of_every_version(tmp_path, monkeypatch, capsys):
+    publisher = Publisher(tmp_path, address="127.0.0.1:0")
+    publisher.publish(published(1))
+    real = generate.versions
+    monkeypatch.setattr(generate, "versions", lambda source: itertools.islice(real(source, 0.02), 1))
+    for source in (str(tmp_path), publisher.address):
+        generate.main(source, prompt="ab", max_tokens=3, follow=True)
+        assert capsys.readouterr().out.startswith("[version 1]\nab")
+    publisher.close()
+    with pytest.raises(ConfigError, match="give one of them"):
+        generate.main(str(tmp_path), step=3, follow=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from processes import free_port
+from micro import micro_model
+from processes import free_port, run
 
-from k3jax.checkpoint.publish import Directory, Follower
+from k3jax.checkpoint.publish import Directory, Follower, Publisher
 from k3jax.checkpoint.store import flat_paths
-from k3jax.config import PublishConfig, to_dict
+from k3jax.config import ConfigError, MeshConfig, PublishConfig, to_dict
 from k3jax.generate import load, source_of, versions
 from k3jax.sharding import make_mesh
 from k3jax.train import loop
@@ -34,21 +35,56 @@ def losses(config) -> list[float]:
     return [r["loss"] for r in read_records(Path(config.run_dir) / "metrics.jsonl") if r["kind"] == "train"]
 
 
-def test_a_run_publishes_what_it_saves_and_trains_as_without(micro_run, text_folder, tmp_path):
+def served_by(config) -> tuple[int, dict[str, np.ndarray]]:
+    served = next(versions(source_of(f"{config.run_dir}/published"), 0.01))
+    return served.version, {path: np.asarray(x) for path, x in flat_paths((served.model, served.router_bias)).items()}
+
+
+def saved_by(config) -> tuple[int, dict[str, np.ndarray]]:
+    loaded = load(config.run_dir)
+    return loaded.step, {path: np.asarray(x) for path, x in flat_paths((loaded.model, loaded.router_bias)).items()}
+
+
+def test_a_run_publishes_what_it_saves_and_trains_as_without(micro_run, tmp_path):
     parts = {"steps": 4, "checkpoint_interval": 2}
     config = micro_run(train=parts | {"publish": PublishConfig(interval=2)})
     train(config)
     assert sorted(int(p.name) for p in (tmp_path / "run/published").iterdir()) == [2, 4]
-    served, loaded = next(versions(source_of(config.run_dir), 0.01)), load(config.run_dir)
-    assert served.version == loaded.step == 4
-    assert served.config == config
-    theirs = flat_paths((served.model, served.router_bias))
-    for path, value in flat_paths((loaded.model, loaded.router_bias)).items():
-        np.testing.assert_array_equal(np.asarray(theirs[path]), np.asarray(value), err_msg=path)
+    (version, served), (step, saved) = served_by(config), saved_by(config)
+    assert version == step == 4
+    for path, value in saved.items():
+        np.testing.assert_array_equal(served[path], value, err_msg=path)
     published = losses(config)
     (tmp_path / "run").rename(tmp_path / "published-run")
     train(micro_run(train=parts))
     assert losses(config) == published
+    train(micro_run(train=parts | {"publish": PublishConfig(interval=1), "checkpoint_copy": str(tmp_path / "copy")}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(data=2, expert=2, fsdp=True), MeshConfig(pipe=2), MeshConfig(data=2)])
+def test_every_mesh_publishes_what_it_saves(micro_run, mesh):
+    publish = PublishConfig(interval=2)
+    config = micro_run(
+        model=micro_model(num_layers=4, mla_layers=(1, 3)),
+        train={"steps": 2, "checkpoint_interval": 2, "publish": publish, "accumulation": 2},
+        data={"batch_size": 8},
+        mesh=mesh,
+    )
+    if mesh == MeshConfig(data=2):
+        run(config, 2, 1)  # two processes
+    else:
+        train(config)
+    (version, served), (step, saved) = served_by(config), saved_by(config)
+    assert version == step == 2
+    for path, value in saved.items():
+        np.testing.assert_array_equal(served[path], value, err_msg=path)
+
+
+def test_a_stream_of_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="this run has 2; publish in a directory"):
+        Publisher(None, address="127.0.0.1:0")
 
 
 class Process:
