@@ -99,6 +99,7 @@ def published(version: int) -> PublishedWeights:
     return snapshot(weights, bias, version=version, config=config, prompt=[1, 2])
 
 
+@pytest.mark.slow
 def test_following_swaps_between_texts_and_never_within_one(tmp_path):
     publisher = Publisher(tmp_path / "later")
     served = versions(source_of(str(tmp_path / "later")), 0.02)

@@ -85,7 +85,8 @@ def test_only_routed_experts_are_rounded_and_exactly_as_the_codec_does():
         np.testing.assert_array_equal(after[name], dequantize(*codes, format="mxfp4", axis=-2))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masters_get_the_gradient_at_the_rounded_weights(dtype):
     config, plain = config_with("w4", dtype=dtype), config_with(None, dtype=dtype)
     params = start(config)[1].params
