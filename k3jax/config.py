@@ -361,9 +361,7 @@ class PublishConfig:
     address: str | None = None
     """HOST:PORT where the newest version is sent to everyone who asks, from a copy in host memory; of one process."""
     experts: ExpertFormat = "plain"
-    """How routed experts are published: as they are, or quantised on the way (`k3jax.ops.mx`)."""
-    scale_rule: ScaleRule = "even"
-    """Of "mxfp4"."""
+    """How routed experts are published: as they are, or quantised on the way, by `model.moe.qat_scale_rule`."""
 
     def __post_init__(self) -> None:
         _require(self.interval >= 0, f"PublishConfig.interval must be ≥ 0, got {self.interval}")

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Generator
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,19 +27,17 @@ import jax
 import numpy as np
 
 from k3jax.checkpoint import stream
-from k3jax.checkpoint.store import ArrayStore, CheckpointError, flat_paths
+from k3jax.checkpoint.store import ArrayStore, CheckpointError, flat_paths, from_flat
 from k3jax.checkpoint.version import (
     CANARY_LENGTH,
     CANARY_TOLERANCE,
     Manifest,
     PublicationError,
     PublishedWeights,
-    abstract_tree,
+    abstract_weights,
     canary,
     checksums,
-    expert_banks,
-    published_arrays,
-    usable,
+    to_serve,
 )
 from k3jax.config import ConfigError, RunConfig, from_dict
 from k3jax.model.k3 import K3
@@ -168,7 +165,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """One version, ready to use."""
+    """One version, ready to use; experts that were published or trained as MXFP4 are held as codes."""
 
     version: int
     model: K3
@@ -263,8 +260,8 @@ class Follower:
                     f"wrong checksum of {', '.join(wrong[:5])} ({len(wrong)} of {len(found)} tensors)"
                 )
             config = from_dict(RunConfig, manifest.config)
-            tree = usable(arrays, abstract_tree(config.model))
-            model, router_bias = tree["params"], tree["router_bias"]
+            tree = from_flat(abstract_weights(config.model, manifest.experts), arrays)
+            model, router_bias = to_serve(tree, config.model, manifest.experts), tree["router_bias"]
             log_probs = np.asarray(canary(model, router_bias, np.asarray(manifest.prompt, np.int32)))
             gap = float(np.mean(np.abs(log_probs - np.asarray(manifest.log_probs))))
             if not gap <= CANARY_TOLERANCE[config.model.dtype]:  # NaN fails
@@ -288,16 +285,13 @@ class Follower:
             if self.current is not None and model != self.current.config.model:
                 raise PublicationError("it is of another model than the one that is served")
             with self._on_mesh():
-                tree = abstract_tree(model)
+                tree = abstract_weights(model, manifest.experts)
                 device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
                 layouts = jax.tree.map(lambda _: device, tree) if self._mesh.empty else shardings(tree, self._mesh)
         except ConfigError as error:
             raise PublicationError(str(error)) from error
-        rule = None if manifest.experts == "plain" else "even"  # any: shapes do not depend on it
-        wanted, where = jax.eval_shape(partial(published_arrays, scale_rule=rule), tree), flat_paths(layouts)
-        where |= {f"{path}.{part}": where[path] for path in expert_banks(tree) for part in ("codes", "scales")}
-        problems = [] if manifest.experts in ("plain", "mxfp4") else [f"experts: {manifest.experts!r} is unknown"]
-        problems += [f"{path}: missing" for path in sorted(wanted.keys() - manifest.tensors.keys())]
+        wanted, where = flat_paths(tree), flat_paths(layouts)
+        problems = [f"{path}: missing" for path in sorted(wanted.keys() - manifest.tensors.keys())]
         problems += [f"{path}: unexpected" for path in sorted(manifest.tensors.keys() - wanted.keys())]
         for path in wanted.keys() & manifest.tensors.keys():
             tensor, leaf = manifest.tensors[path], wanted[path]

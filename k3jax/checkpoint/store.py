@@ -97,8 +97,9 @@ def from_flat(like: Any, values: dict[str, Any]) -> Any:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-    return names[:-1] if len(names) > 1 and path[-1] == jax.tree_util.GetAttrKey("value") else names
+    level = jax.tree_util.GetAttrKey("value")  # of NNX variables
+    kept = [entry for entry in path[1:] if entry != level]
+    return [jax.tree_util.keystr((entry,), simple=True) for entry in (*path[:1], *kept)]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -185,11 +186,11 @@ class ArrayStore:
         """
         if step in self.steps:
             return
+        _trim()  # of the save before
         with self._writing():
             self._checkpointer.save_checkpointables_async(
                 step, {name: to_paths(tree) for name, tree in items.items()}, force=True, custom_metadata=metadata
             )
-        _trim()
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata of a version (default: the latest), without reading an array.

@@ -7,8 +7,8 @@ that lies between them.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from k3jax.checkpoint.store import CheckpointError, flat_paths, from_flat
-from k3jax.config import ExpertFormat, ModelConfig, RunConfig, ScaleRule, to_dict
+from k3jax.checkpoint.store import CheckpointError, flat_paths
+from k3jax.config import ExpertFormat, ModelConfig, RunConfig, to_dict
 from k3jax.model.k3 import K3, init_cache
-from k3jax.ops.mx import PackedMX
-from k3jax.sharding import layout, logical_axes, place
+from k3jax.model.quantize import pack_experts, served
+from k3jax.sharding import layout, place
 
 FORMAT = 1
 CANARY_LENGTH = 64
@@ -75,6 +75,8 @@ class Manifest:
                 path: Tensor(tuple(map(int, t["shape"])), str(t["dtype"]), str(t["checksum"]))
                 for path, t in values.pop("tensors").items()
             }
+            if (experts := values["experts"]) not in typing.get_args(ExpertFormat):
+                raise PublicationError(f"experts in a format that is unknown here: {experts!r}")
             prompt, log_probs = tuple(map(int, values.pop("prompt"))), tuple(map(float, values.pop("log_probs")))
             return cls(tensors=tensors, prompt=prompt, log_probs=log_probs, **values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,36 +127,21 @@ def canary(model: K3, router_bias: jax.Array, prompt: jax.Array) -> jax.Array:
     return jnp.take_along_axis(log_probs_TV[:-1], prompt[1:, None], axis=-1)[:, 0]
 
 
-@partial(jax.jit, static_argnames="scale_rule")
-def published_arrays(tree: Any, scale_rule: ScaleRule | None) -> dict[str, jax.Array]:
-    """Copies by dotted path; with a rule, banks of experts as MXFP4: `….w1.codes` and `….w1.scales`."""
-    banks, out = expert_banks(tree), {}
-    for path, x in flat_paths(tree).items():
-        if scale_rule is not None and path in banks:
-            packed = PackedMX.of(x, scale_rule=scale_rule)
-            out |= {f"{path}.codes": packed.codes, f"{path}.scales": packed.scales}
-        else:
-            out[path] = jnp.copy(x)
-    return out
+_copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
-def expert_banks(tree: Any) -> set[str]:
-    """Dotted paths of the weights of routed experts."""
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    is_bank = lambda x: is_variable(x) and "expert" in logical_axes(x)  # noqa: E731
-    flags = jax.tree.map(lambda x: jax.tree.map(lambda _: is_bank(x), x), tree, is_leaf=is_variable)
-    return {path for path, flag in flat_paths(flags).items() if flag}
+def abstract_weights(model: ModelConfig, experts: ExpertFormat) -> dict[str, Any]:
+    """The tree of a version: parameters, with `PackedMX` for banks of experts that are quantised, and router biases."""
+    params = jax.eval_shape(lambda: K3(model, rngs=nnx.Rngs(0)))
+    bias = jax.ShapeDtypeStruct((model.num_moe_layers, model.moe.num_experts), jnp.float32)
+    if experts == "mxfp4":
+        params = jax.eval_shape(lambda params: pack_experts(params, model.moe.qat_scale_rule), params)
+    return {"params": params, "router_bias": bias}
 
 
-_dequantized = jax.jit(lambda codes, scales, dtype: PackedMX(codes, scales).dequantize(dtype), static_argnums=2)
-
-
-def usable(arrays: dict[str, jax.Array], like: Any) -> Any:
-    """Inverse of `published_arrays`, up to what MXFP4 rounds: a tree of the structure and dtypes of `like`."""
-    dtypes = {path: leaf.dtype for path, leaf in flat_paths(like).items()}
-    packed = [path for path in dtypes if path not in arrays]
-    out = {path: _dequantized(arrays[f"{path}.codes"], arrays[f"{path}.scales"], dtypes[path]) for path in packed}
-    return from_flat(like, arrays | out)
+def to_serve(tree: dict[str, Any], model: ModelConfig, experts: ExpertFormat) -> K3:
+    """The model of a version as it computes: packed where it was published or trained so."""
+    return tree["params"] if experts == "mxfp4" else served(tree["params"], model)
 
 
 def snapshot(
@@ -170,18 +157,19 @@ def snapshot(
     Raises:
         PublicationError: the canary's log-probabilities are not finite.
     """
-    tree, publish = {"params": params, "router_bias": router_bias}, config.train.publish
-    arrays = published_arrays(tree, publish.scale_rule if publish.experts == "mxfp4" else None)
+    experts = config.train.publish.experts
+    packed = pack_experts(params, config.model.moe.qat_scale_rule) if experts == "mxfp4" else params
+    tree = _copies({"params": packed, "router_bias": router_bias})
+    arrays = flat_paths(tree)
     ids = np.resize(np.asarray(prompt, np.int32), CANARY_LENGTH)
-    served = usable(arrays, tree)
-    log_probs = np.asarray(canary(served["params"], served["router_bias"], ids))
+    log_probs = np.asarray(canary(to_serve(tree, config.model, experts), router_bias, ids))
     if not np.isfinite(log_probs).all():
         raise PublicationError(f"version {version} is not published: its canary's log-probabilities are not finite")
     sums = checksums(arrays)
     manifest = Manifest(
         version=version,
         config=to_dict(config),
-        experts=publish.experts,
+        experts=experts,
         tensors={path: Tensor(tuple(x.shape), str(x.dtype), sums[path]) for path, x in arrays.items()},
         prompt=tuple(ids.tolist()),
         log_probs=tuple(log_probs.tolist()),
@@ -192,9 +180,3 @@ def snapshot(
 def checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
     """`checksum` of each, as 16 hexadecimal digits."""
     return {path: "".join(f"{word:08x}" for word in sums) for path, sums in jax.device_get(_sums(arrays)).items()}
-
-
-def abstract_tree(model: ModelConfig) -> dict[str, Any]:
-    """What generation needs, without memory."""
-    bias = jax.ShapeDtypeStruct((model.num_moe_layers, model.moe.num_experts), jnp.float32)
-    return {"params": jax.eval_shape(lambda: K3(model, rngs=nnx.Rngs(0))), "router_bias": bias}

@@ -32,7 +32,6 @@ ALWAYS_FREE = frozenset(
         "train.publish.keep",
         "train.publish.address",
         "train.publish.experts",
-        "train.publish.scale_rule",
         "train.skip_nonfinite",
         "train.profile_steps",
     }

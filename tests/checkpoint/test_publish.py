@@ -18,7 +18,8 @@ from k3jax.checkpoint.store import flat_paths
 from k3jax.checkpoint.version import Manifest, PublicationError, PublishedWeights, checksum, snapshot
 from k3jax.config import ConfigError, MeshConfig, MoEConfig, PublishConfig, RunConfig, TrainConfig
 from k3jax.model.k3 import create
-from k3jax.ops.mx import dequantize, quantize
+from k3jax.model.quantize import pack_experts, quantized
+from k3jax.ops.mx import quantize
 from k3jax.sharding import make_mesh, shardings
 
 CONFIG = RunConfig(micro(num_layers=2, mla_layers=(1,)))
@@ -407,16 +408,30 @@ def test_experts_are_quantised_on_the_way_and_served_as_they_were_checked(offer)
     apart = Follower(mesh=serve)
     apart.take(sharded)
     assert follower.poll()
+    packed = quantize(np.asarray(model.segments[0].runs[1].ffn.w1[...]), format="mxfp4", scale_rule="outlier", axis=-2)
     for served in (follower.current, apart.current):
-        mine, theirs = flat_paths(model), flat_paths(served.model)
-        for path, w in mine.items():
-            expected = np.asarray(w)
-            if path.rpartition(".")[2] in ("w1", "w2", "w3"):
-                expected = dequantize(
-                    *quantize(expected, format="mxfp4", scale_rule="even", axis=-2), format="mxfp4", axis=-2
-                )
-                assert published.arrays[f"params.{path}.codes"].dtype == jnp.uint8
-            np.testing.assert_array_equal(np.asarray(theirs[path]), expected, err_msg=path)
+        bank = served.model.segments[0].runs[1].ffn.w1.get_value()
+        np.testing.assert_array_equal(np.asarray(bank.codes), packed[0])
+        np.testing.assert_array_equal(np.asarray(bank.scales), packed[1])
+        expected = flat_paths(pack_experts(model, "outlier"))
+        for path, x in flat_paths(served.model).items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(expected[path]), err_msg=path)
+
+
+def test_a_run_that_trains_quantised_experts_is_served_as_it_computes():
+    for experts in ("plain", "mxfp4"):
+        moe = dataclasses.replace(QUANTIZED.model.moe, qat="w4")
+        config = dataclasses.replace(
+            QUANTIZED,
+            model=dataclasses.replace(QUANTIZED.model, moe=moe),
+            train=TrainConfig(publish=PublishConfig(experts=experts)),
+        )
+        follower = follow()
+        follower.take(weights(1, config))
+        model = create(config.model, seed=1)
+        tokens, bias = jnp.arange(16)[None], follower.current.router_bias
+        trained = quantized(model, config.model)(tokens, router_bias=bias)
+        np.testing.assert_array_equal(np.asarray(follower.current.model(tokens, router_bias=bias)), np.asarray(trained))
 
 
 def test_experts_that_do_not_make_groups_are_refused_early():
