@@ -143,5 +143,5 @@ def _bar() -> Progress:
 if __name__ == "__main__":
     try:
         _app.cli()
-    except (CheckpointError, CheckpointFormatError, ConfigError, DataError, FileExistsError) as error:
+    except (CheckpointError, CheckpointFormatError, ConfigError, DataError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -41,7 +41,7 @@ from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
-from k3jax.ops.mx import ScaleRule, quantize
+from k3jax.ops.mx import PackedMX, ScaleRule, quantize
 from k3jax.parallel.launch import together
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -94,7 +94,10 @@ def export_pretrained(
         with _Exporter(temporary, mine, source, packed, model.config.moe.qat_scale_rule) as exporter:
             pure = nnx.to_pure_dict(nnx.state(model))
             for one in found:
-                exporter.write(one, router_bias if one.path == ROUTER_BIAS else get(pure, one.path))
+                value = router_bias if one.path == ROUTER_BIAS else get(pure, one.path)
+                if isinstance(value, PackedMX):  # as `k3jax.load` holds experts after quantisation-aware training
+                    value = _decoded(value, model.config.param_dtype)
+                exporter.write(one, value)
             with together("export"):
                 exporter.end()
         with together("end the export"):
@@ -258,6 +261,8 @@ class _Exporter:
     def _encode(self, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray) -> None:
         """Rows of an expert as MXFP4."""
         rows, (begin, end) = ranges
+        if view[-1] % GROUP:
+            raise CheckpointFormatError(f"{name}: its {view[-1]} inputs are no multiple of {GROUP}, an MXFP4 group")
         if begin % GROUP or end % GROUP:
             raise CheckpointFormatError(f"{name}: the mesh cuts its inputs at {begin}:{end}, within groups of {GROUP}")
         codes_name, scales_name = packed_names(name)
@@ -347,6 +352,11 @@ def _first_copies(array: jax.Array) -> Iterator[Any]:
         if ranges not in seen:
             seen.add(ranges)
             yield shard
+
+
+@partial(jax.jit, static_argnums=1)
+def _decoded(bank: PackedMX, dtype: str) -> jax.Array:
+    return bank.dequantize(dtype)
 
 
 @partial(jax.jit, static_argnums=2)

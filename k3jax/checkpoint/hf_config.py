@@ -68,10 +68,14 @@ def config_from_hf(values: dict[str, Any], **overrides: Any) -> ModelConfig:
         CheckpointFormatError: a field is missing, or asks for what this model does not do.
     """
     text = text_of(values)
+    if not isinstance(text, dict):
+        raise CheckpointFormatError("config.json: text_config is no JSON object")
     try:
         return dataclasses.replace(_from_text(text), **overrides)
     except KeyError as missing:
         raise CheckpointFormatError(f"config.json has no field {missing} for its text model") from None
+    except (AttributeError, TypeError) as error:
+        raise CheckpointFormatError(f"config.json has a field of the wrong type for its text model: {error}") from None
 
 
 def _from_text(text: dict[str, Any]) -> ModelConfig:
@@ -214,7 +218,11 @@ def quantization(values: dict[str, Any]) -> bool:
     declared = text_of(values).get("quantization_config") or values.get("quantization_config")
     if not declared:
         return False
-    groups = declared.get("config_groups") or {}
+    groups = declared.get("config_groups") or {} if isinstance(declared, dict) else None
+    if not isinstance(groups, dict) or not all(
+        isinstance(group, dict) and isinstance(group.get("weights") or {}, dict) for group in groups.values()
+    ):
+        raise CheckpointFormatError("config.json: quantization_config is none that can be read: not of JSON objects")
     found = {"quant_method": declared.get("quant_method"), "format": declared.get("format")}
     wanted: dict[str, Any] = {name: QUANTIZATION[name] for name in found}
     for name, group in groups.items():

@@ -53,6 +53,8 @@ _STAGE = 128 << 20  # five of these at most: three that are filled or copied, tw
 _TASK = 8 << 20  # a thread holds one of these, and a part of it in another dtype
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _NAN_SCALE = 255
+_LAST_SCALE = 252  # up to which every code is finite
+_LARGEST_CODE = {253: 5, 254: 3}  # 3 · 2^126 and 1.5 · 2^127
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
 Progress = Callable[[int], None]
@@ -271,18 +273,27 @@ class _Importer:
                     columns = (slice(a - r[0], b - r[0]) for (a, b), r in zip(sides, ranges[1:]))
                     target[begin - top : end - top] = block[(slice(begin - start, end - start), *columns)]
         self._progress(raw.nbytes)
-        if name.endswith("_scale") and np.min(raw) <= 1:
-            self._check_tiny(name, ranges, raw <= 1)
+        if name.endswith("_scale") and (np.min(raw) <= 1 or np.max(raw) > _LAST_SCALE):
+            self._check_extremes(name, ranges, raw.copy())
 
-    def _check_tiny(self, name: str, ranges: tuple[Range, ...], tiny: np.ndarray) -> None:
-        """Refuses values below the smallest normal number: devices take them for zero. Groups of zeros are fine."""
+    def _check_extremes(self, name: str, ranges: tuple[Range, ...], scales: np.ndarray) -> None:
+        """Refuses values that overflow, and values below the smallest normal number: devices take them for zero.
+
+        Groups of zeros are fine.
+        """
         codes = name.removesuffix("_scale") + "_packed"
         info = self._tensors[codes]
         each = GROUP // 2
         rows, (begin, end) = ranges
         raw = self.reader.read(codes, info, info.shape, (rows, (begin * each, end * each)))
-        zero = np.all((raw & 0x77).reshape(*tiny.shape, each) == 0, axis=-1)
-        if np.any(tiny & ~zero):
+        raw = (raw & 0x77).reshape(*scales.shape, each)
+        largest = np.max(np.maximum(raw & 7, raw >> 4), axis=-1)
+        for scale in range(_LAST_SCALE + 1, _NAN_SCALE):
+            if np.any(largest[scales == scale] > _LARGEST_CODE[scale]):
+                raise CheckpointFormatError(
+                    f"{info.file}: {codes} has values of 2^128 or more, which are infinite here"
+                )
+        if np.any((scales <= 1) & (largest > 0)):
             raise CheckpointFormatError(f"{info.file}: {codes} has values below 2^-126, where bfloat16 is not exact")
 
     def _check_tails(self, found: Leaf) -> None:

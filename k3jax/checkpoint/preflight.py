@@ -103,6 +103,8 @@ def preflight(directory: str | Path, *, any_float: bool = False) -> Checkpoint:
             vision = vision_tensors(values["vision_config"])
         except KeyError as missing:
             raise CheckpointFormatError(f"{directory / 'config.json'}: vision_config has no {missing}") from None
+        except TypeError as error:
+            raise CheckpointFormatError(f"{directory / 'config.json'}: vision_config: {error}") from None
         expected |= {name: (_DTYPES[dtype], (shape,)) for name, shape in vision.items()}
     if tensors:
         _compare(tensors, {name: want for name, want in expected.items() if name not in lost}, any_float, problems)
@@ -115,6 +117,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointFormatError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -132,6 +136,8 @@ def _read_headers(directory: Path) -> tuple[dict[str, TensorInfo], set[str], Pro
     promised: dict[str, str] = {}
     if (directory / INDEX).exists():
         promised = _read_json(directory / INDEX).get("weight_map", {})
+        if not isinstance(promised, dict) or not all(isinstance(file, str) for file in promised.values()):
+            raise CheckpointFormatError(f"{directory / INDEX}: weight_map does not give each tensor's file")
         files = sorted(set(promised.values()))
     else:
         files = sorted(path.name for path in directory.glob("*.safetensors"))

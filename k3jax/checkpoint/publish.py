@@ -207,6 +207,8 @@ class Follower:
         except CheckpointError as error:
             self._say(str(error))
             return False
+        if not versions and self.current is None:
+            self._say("nothing is published there yet")
         for version in versions:
             if self.current is not None and version <= self.current.version:
                 break

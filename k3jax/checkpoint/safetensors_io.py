@@ -64,7 +64,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of a file; nothing but the header is read.
 
     Raises:
-        CheckpointFormatError: no such file, no valid header, or a file that is not as long as its header says.
+        CheckpointFormatError: no such file, no valid header, a file that is not as long as its header says, or tensors
+            that overlap or leave bytes between them.
     """
     try:
         with path.open("rb") as file:
@@ -75,8 +76,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointFormatError(f"{path} has no readable safetensors header: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointFormatError(f"{path} has a safetensors header that is no JSON object")
     out: dict[str, TensorInfo] = {}
     begin = 8 + length
     for name, entry in header.items():
@@ -84,6 +89,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             continue
         try:
             dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointFormatError(f"{path}: header entry of {name} is not one of a tensor") from None
         info = TensorInfo(path, dtype, shape, begin + start, begin + stop)
@@ -94,7 +101,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 f"{path} is truncated: {size} bytes, and {name} would end at byte {info.stop}; fetch the file again"
             )
         out[name] = info
-    end = max((info.stop for info in out.values()), default=begin)
+    end = begin
+    for name, info in sorted(out.items(), key=lambda item: item[1][3:]):
+        if info.start != end:
+            raise CheckpointFormatError(f"{path}: {name} begins at byte {info.start}, the tensor before ends at {end}")
+        end = info.stop
     if end != size:
         raise CheckpointFormatError(f"{path} has {size - end} bytes behind its last tensor")
     return out

@@ -1,5 +1,7 @@
 """Directories whose experts are MXFP4: values, logits, and the same bytes back."""
 
+import contextlib
+import dataclasses
 import json
 
 import jax
@@ -14,6 +16,7 @@ from k3jax.checkpoint.layout import CheckpointFormatError
 from k3jax.checkpoint.load import load_pretrained
 from k3jax.checkpoint.preflight import preflight
 from k3jax.config import MeshConfig
+from k3jax.model.quantize import pack_experts
 from k3jax.sharding import make_mesh
 
 GOLDEN = PACKED.parent
@@ -158,7 +161,48 @@ def test_scales_that_mean_nan_or_lose_bits_are_named(tmp_path):
         load_pretrained(changed(PACKED, tmp_path / "nan", _scale(255)))
     with pytest.raises(CheckpointFormatError, match=rf"\.safetensors: {name}\.weight_packed has values below"):
         load_pretrained(changed(PACKED, tmp_path / "tiny", _scale(1)))
+    for scale in (253, 254):
+        with pytest.raises(CheckpointFormatError, match=rf"\.safetensors: {name}\.weight_packed has values of 2\^128"):
+            load_pretrained(changed(PACKED, tmp_path / f"{scale}", _scale(scale)))
     zeros = changed(PACKED, tmp_path / "zeros", _scale(0, zero=True))
     got = load_pretrained(zeros)
     k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=zeros)
     assert_same_tensors(read(tmp_path / "x"), read(zeros))
+
+
+@pytest.mark.parametrize(("scale", "code"), [(252, 7), (253, 5), (254, 3)])
+def test_the_largest_values_that_are_finite_load(tmp_path, scale, code):
+    name = EXPERT.format(2, 3, "w2") + ".weight"
+
+    def change(tensors):
+        _scale(scale)(tensors)
+        codes = tensors[name + "_packed"] = tensors[name + "_packed"].copy()
+        codes[5, :16] = code | code << 4
+
+    directory = changed(PACKED, tmp_path / "x", change)
+    got = load_pretrained(directory)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "y", like=directory)
+    assert_same_tensors(read(tmp_path / "y"), read(directory))
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(expert=2)])
+def test_experts_that_are_held_as_codes_are_exported(tmp_path, packed, mesh):
+    """As `k3jax.load` gives them after quantisation-aware training."""
+    with jax.set_mesh(make_mesh(mesh)) if mesh else contextlib.nullcontext():
+        got = load_pretrained(PACKED) if mesh else packed
+        held = pack_experts(got.model, "even")
+        k3jax.export_pretrained(held, got.router_bias, tmp_path / "codes", like=PACKED)
+        k3jax.export_pretrained(held, got.router_bias, tmp_path / "plain", like=PACKED, experts="plain")
+    assert_same_tensors(read(tmp_path / "codes"), read(PACKED))
+    plain = read(tmp_path / "plain")
+    for name, value in experts_of(read(PACKED)).items():
+        np.testing.assert_array_equal(plain[name].astype(np.float32), value)
+
+
+def test_experts_whose_inputs_are_no_groups_are_not_packed(tmp_path):
+    nano = k3jax.nano()
+    model = k3jax.create(dataclasses.replace(nano, moe=dataclasses.replace(nano.moe, expert_size=48)))
+    bias = np.zeros((nano.num_moe_layers, nano.moe.num_experts), np.float32)
+    with pytest.raises(CheckpointFormatError, match="48 inputs are no multiple of 32"):
+        k3jax.export_pretrained(model, jax.numpy.asarray(bias), tmp_path / "x", experts="mxfp4")
+    assert not list(tmp_path.iterdir())

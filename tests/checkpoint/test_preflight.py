@@ -92,6 +92,34 @@ def test_unknown_quantisation_is_refused_by_field(tmp_path, field, value):
         preflight(directory)
 
 
+@pytest.mark.parametrize("declared", ["mxfp4", {"config_groups": [1]}, {"config_groups": {"group_0": "x"}}])
+def test_a_quantisation_of_the_wrong_types_is_refused(tmp_path, declared):
+    values = values_of(PACKED)
+    values["text_config"]["quantization_config"] = declared
+    directory = copied(PACKED, tmp_path / "x")
+    (directory / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointFormatError, match="quantization_config is none that can be read"):
+        preflight(directory)
+
+
+@pytest.mark.parametrize("field", ["text_config", "linear_attn_config", "vision_config"])
+def test_a_config_with_null_for_an_object_is_refused(tmp_path, field):
+    values = values_of(PACKED)
+    (values if field in values else values["text_config"])[field] = None
+    directory = copied(PACKED, tmp_path / "x")
+    (directory / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointFormatError, match=r"config\.json"):
+        preflight(directory)
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"x": 3}, {"x": None}])
+def test_an_index_of_the_wrong_types_is_refused(tmp_path, weight_map):
+    directory = copied(PACKED, tmp_path / "x")
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointFormatError, match="weight_map does not give"):
+        preflight(directory)
+
+
 def test_packed_tensors_without_a_word_in_the_config_are_refused(tmp_path):
     values = values_of(PACKED)
     del values["text_config"]["quantization_config"]

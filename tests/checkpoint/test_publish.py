@@ -160,6 +160,10 @@ def test_nobody_there_yet_is_said_once_and_waited_for(tmp_path):
         assert not follower.poll()
         assert len(follower.said) == 1
     publisher = Publisher(tmp_path / "p", address=f"127.0.0.1:{port}")
+    for source in (Directory(tmp_path / "p"), Stream(f"127.0.0.1:{port}")):  # a run's own directory has none either
+        follower = follow(source)
+        assert not follower.poll()
+        assert follower.said == ["nothing is published there yet"]
     put(publisher, 1)
     for source in (Directory(tmp_path / "p"), Stream(f"127.0.0.1:{port}")):
         assert follow(source).poll()

@@ -1,6 +1,7 @@
 """Reading and writing parts of tensors."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -51,3 +52,31 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointFormatError, match=r"c\.safetensors"):
         read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"data_offsets": [20, 40]}, "begins at byte"),  # where x is
+        ({"data_offsets": [-8, 12]}, "y is not one of a tensor"),
+        ({"data_offsets": ["0", "20"]}, "y is not one of a tensor"),
+        ({"shape": ["a"]}, "y is not one of a tensor"),
+        ({"dtype": ["F32"]}, "y is not one of a tensor"),
+    ],
+)
+def test_a_header_of_overlapping_or_impossible_tensors_is_refused(tmp_path, entry, word):
+    path = tmp_path / "d.safetensors"
+    good = {"dtype": "F32", "shape": [5]}
+    header = {"x": good | {"data_offsets": [20, 40]}, "y": good | {"data_offsets": [0, 20]} | entry}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(40))
+    with pytest.raises(CheckpointFormatError, match=word):
+        read_header(path)
+
+
+def test_a_header_that_is_a_list_and_a_folder_are_refused(tmp_path):
+    (tmp_path / "e.safetensors").write_bytes((3).to_bytes(8, "little") + b"[1]")
+    with pytest.raises(CheckpointFormatError, match="no JSON object"):
+        read_header(tmp_path / "e.safetensors")
+    with pytest.raises(CheckpointFormatError, match="cannot be read"):
+        read_header(tmp_path)
