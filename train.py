@@ -37,7 +37,11 @@ def main(argv: list[str]) -> int:
         if not argv or argv[0].startswith("-"):
             raise ConfigError("the first argument is a configuration file, such as configs/nano.py")
         arguments = tyro.cli(
-            Arguments, prog=f"train.py {argv[0]}", args=argv[1:], default=Arguments(load_config(argv[0]))
+            Arguments,
+            prog=f"train.py {argv[0]}",
+            args=argv[1:],
+            default=Arguments(load_config(argv[0])),
+            config=(tyro.conf.AvoidSubcommands,),  # whether the model has a tower is the file's to say
         )
         use_compile_cache()
         initialize(arguments.launch, math.prod(arguments.config.mesh.sizes))
