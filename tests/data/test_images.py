@@ -101,6 +101,7 @@ def test_budget_is_never_exceeded_and_nothing_grows(width, height, budget, visio
 def test_budget_shrinks_no_more_than_it_must_and_in_proportion():
     assert fitted_size(3585, 3585, RELEASED, 65_536) == (3584, 3584)
     assert fitted_size(3585, 3585, RELEASED, 4 * 16_641) == (3585, 3585)
+    assert fitted_size(30_000, 20_000, RELEASED, 10**6) == resized_size(30_000, 20_000)
     assert fitted_size(640, 480, RELEASED, 1024) == (504, 378)
     assert fitted_size(7000, 14, RELEASED, 4) == (28, 1)
 
@@ -263,9 +264,10 @@ def test_images_are_turned_upright(orientation, format):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_metadata_do_not_cost_the_image():
+@pytest.mark.parametrize("exif", [b"MM\0*\xff\xff\xff\xff", b"no TIFF header"])
+def test_damaged_metadata_do_not_cost_the_image(exif):
     image = Image.fromarray(noise(16, 24, 3))
-    data = encoded(image, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    data = encoded(image, exif=b"Exif\0\0" + exif)
     np.testing.assert_array_equal(seen(data), np.asarray(image))
 
 
