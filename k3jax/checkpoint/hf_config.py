@@ -155,9 +155,9 @@ def _from_text(text: dict[str, Any]) -> ModelConfig:
 
 
 def _from_vision(values: dict[str, Any], text_width: int) -> VisionConfig | None:
-    vision = values.get("vision_config")
-    if vision is None:
+    if "vision_config" not in values:
         return None
+    vision = values["vision_config"]
     for name, only in _FIXED_VISION.items():
         if vision.get(name, only) != only:
             raise CheckpointFormatError(

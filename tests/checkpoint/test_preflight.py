@@ -61,7 +61,7 @@ def test_a_missing_and_a_truncated_shard_are_named_with_a_tensor_of_theirs(tmp_p
 
 def test_another_geometry_is_refused(tmp_path):
     values = values_of(TINY)
-    values["text_config"]["hidden_size"] = 32
+    values["text_config"]["hidden_size"] = values["vision_config"]["text_hidden_size"] = 32
     with pytest.raises(CheckpointFormatError, match=r"embed_tokens.weight: shape \[160, 64\].*expected \[160, 32\]"):
         preflight(write(tmp_path / "x", read(TINY), values))
 
