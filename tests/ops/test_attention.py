@@ -296,3 +296,19 @@ def test_bad_input_is_refused_with_the_reason():
         with pytest.raises(ValueError, match=message):
             attention(*arrays, scale=1.0, **options)
     assert resolve_implementation(dtype="float32", key_width=12, value_width=8) in IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_in_both_directions_sees_all_of_its_document(x64, implementation):
+    arrays, ids = make(3, 2, 37, 37), packed_ids(3, 2, 37)
+    run = partial(
+        attention, scale=0.3, segment_ids=jnp.asarray(ids), causal=False, implementation=implementation, block_size=16
+    )
+
+    def plain(q, k, v):
+        same = (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
+        logits = jnp.where(same[:, None], jnp.einsum("bthk,bshk->bhts", q, k) * 0.3, -1e30)
+        o = jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(logits, axis=-1), v)
+        return jnp.where((ids != 0)[..., None, None], o, 0), jax.lax.stop_gradient(jnp.max(logits, axis=(0, 2, 3)))
+
+    assert_same(value_and_grads(run, arrays), value_and_grads(plain, arrays))
