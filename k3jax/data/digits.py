@@ -36,8 +36,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
         raise DataError(
             "data.images.source 'digits' reads the digits of scikit-learn: pip install 'k3jax[digits]'"
         ) from error
-    data = load_digits()
-    return data.images.astype(np.uint8), data.target
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels.reshape(-1, 8, 8).astype(np.uint8), np.asarray(labels)
 
 
 @functools.cache
