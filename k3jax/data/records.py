@@ -139,13 +139,14 @@ class _TarRecords:
                         stem, _, extension = base.partition(".")
                         sample = self._samples.setdefault(folder + slash + stem, {})
                         sample[extension.lower()] = member.offset_data, member.offset_data + member.size
+                end = tar.offset
         except (tarfile.TarError, OSError, EOFError) as error:
             raise DataError(f"{path} is not a whole, uncompressed tar file: {error}") from error
+        # tarfile takes a damaged or missing header behind the first member for the end.
+        if end + tarfile.BLOCKSIZE > size or any(read_bytes(path, end, end + tarfile.BLOCKSIZE)):
+            raise DataError(f"{path} is cut off or damaged: at byte {end} there is neither a member nor the end mark")
         self._keys = list(self._samples)
         self.count = len(self._keys)
-        ends = [stop for sample in self._samples.values() for _, stop in sample.values()]
-        if max(ends, default=0) > size:
-            raise DataError(f"{path} is cut off: its last member ends at byte {max(ends)}, the file at {size}")
 
     def name(self, record: int) -> str:
         return f"#{self._keys[record]}"
