@@ -188,7 +188,8 @@ class ImageStore:
             if not self._skip_bad:
                 raise
             content = Content(np.zeros(0, np.int32))
-            self._note(document, error)
+            self.skipped[document] = name = self._documents.name(document)
+            logger.warning("left out %s, bad document number %d: %s", name, len(self.skipped), error)
         with self._lock:
             if content.nbytes <= self._free:
                 self._free -= content.nbytes
@@ -209,15 +210,6 @@ class ImageStore:
                 tokens += prompt(part, self._tokenizer, self._vision.merge)
                 images.append(Placed(start, len(tokens), part))
         return Content(np.array([*tokens, self._tokenizer.eos_id], np.int32), tuple(images))
-
-    def _note(self, document: int, error: ImageError) -> None:
-        with self._lock:
-            if document in self.skipped:
-                return
-            self.skipped[document] = self._documents.name(document)
-        logger.warning(
-            "left out %s, the %d. bad document: %s", self._documents.name(document), len(self.skipped), error
-        )
 
 
 class Packer:
