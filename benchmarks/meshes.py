@@ -31,11 +31,12 @@ from benchmarks.common import write_results
 from k3jax.config import MeshConfig, RunConfig
 from k3jax.data.loader import open_data
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import abstract_batch, place_batch
 from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.pipeline import PipelineTrainer
 from k3jax.train.state import abstract_params, abstract_state, creator
-from k3jax.train.step import abstract_batch, compiler_options, make_train_step, place_batch
+from k3jax.train.step import compiler_options, make_train_step
 
 MARK = "RESULT "
 WARM_UP = 3

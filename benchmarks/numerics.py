@@ -26,9 +26,9 @@ from benchmarks.common import write_results
 from benchmarks.train_step import set_up
 from k3jax.config import RunConfig
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.config_file import load_config
 from k3jax.train.report import implementations
-from k3jax.train.step import place_batch
 
 
 @dataclasses.dataclass(frozen=True)

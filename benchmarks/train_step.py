@@ -36,11 +36,12 @@ from k3jax.model import moe
 from k3jax.sharding import make_mesh
 from k3jax.train import flops
 from k3jax.train import step as step_module
+from k3jax.train.batch import place_batch
 from k3jax.train.config_file import load_config
 from k3jax.train.optimizer import Optimizer, make_optimizer, make_schedule
 from k3jax.train.report import implementations
 from k3jax.train.state import TrainState, abstract_params, create_state
-from k3jax.train.step import compiler_options, make_train_step, place_batch
+from k3jax.train.step import compiler_options, make_train_step
 
 Mechanism = Literal["attn_res", "muon", "balancing"]
 TRACED = 3  # steps in a trace

@@ -62,6 +62,12 @@ RULES: Mapping[str, Rule] = {
     "qk": Rule(),
     "v": Rule(),
     "conv": Rule(rests=False),
+    # The tower is a copy everywhere; what it reads is cut instead.
+    "patch_row": Rule(("data", "expert", "tensor"), rests=False),
+    "patch": Rule(("context",), rests=False),
+    "vision_heads": Rule(),
+    "vision_mlp": Rule(),
+    "pixels": Rule(),
 }
 
 

@@ -44,11 +44,12 @@ import numpy as np
 from k3jax.config import DataConfig, KDAConfig, MeshConfig, MLAConfig, ModelConfig, MoEConfig, RunConfig
 from k3jax.parallel.expert_plan import copy_slots, plan_at_home, plan_balanced
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.loop import use_compile_cache
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.state import abstract_params, abstract_state, create_state
-from k3jax.train.step import make_train_step, place_batch
+from k3jax.train.step import make_train_step
 
 use_compile_cache()
 plt.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})

@@ -61,8 +61,9 @@ def export_pretrained(
 
     Args:
         like: a directory in the released layout that the weights came from. Its tensors' dtypes and padding are kept,
-            and its vision tensors, tokenizer and other files are copied. Of packed experts the scales are kept
-            wherever a group's values still are exact with them, so that what did not change has the same bytes.
+            and its tokenizer and other files are copied; so is its tower, if the model has none. Of packed experts the
+            scales are kept wherever a group's values still are exact with them, so that what did not change has the
+            same bytes.
         experts: None: as in `like`, plain without it. New scales follow the model's `moe.qat_scale_rule`, with which
             it may have been trained.
         dtype: of what the release stores as bfloat16, without `like`.
@@ -99,7 +100,7 @@ def export_pretrained(
                     value = _decoded(value, model.config.param_dtype)
                 exporter.write(one, value)
             with together("export"):
-                exporter.end()
+                exporter.end([] if source is None else copied(found, source))
         with together("end the export"):
             if rank == 0:
                 _finish(temporary, directory, files, _values(model, source, dtype, packed), source)
@@ -113,19 +114,22 @@ def _leaves_of(model: K3, source: Checkpoint | None) -> list[Leaf]:
     if source is None:
         return leaves(model.config, "" if is_kimi_linear(model.config) else PREFIX)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in source.tensors) else ""
-    found = leaves(model.config, prefix)
-    if found != source.leaves:
+    found, theirs = leaves(model.config, prefix), source.leaves
+    if model.config.vision is None:
+        theirs = [one for one in theirs if not one.of_tower]
+    if found != theirs:
         raise CheckpointFormatError(f"{source.directory} has another geometry than the model that is exported")
     return found
 
 
 def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None = None, packed: bool = False) -> Tensors:
-    """Every tensor of the export with its dtype and shape: layer by layer, then those of the whole model."""
-    by_layer: dict[float, Tensors] = {}
+    """Every tensor of the export with its dtype and shape: layer by layer, the whole model's, the tower's."""
+    by_layer: dict[tuple[bool, float], Tensors] = {}
     for one in found:
         for index in np.ndindex(*one.stack):
             name = one.name(*index)
-            layer = math.inf if one.layers is None else one.layers[index[0]]
+            number = math.inf if one.layers is None else one.layers[index[0]]
+            layer = (one.of_tower, number)
             if packed and one.experts is not None:
                 shapes = zip(packed_names(name), packed_shapes(one.shape))
                 by_layer.setdefault(layer, {}).update({part: ("U8", shape) for part, shape in shapes})
@@ -141,8 +145,15 @@ def plan_tensors(found: list[Leaf], stored: str, source: Checkpoint | None = Non
     for layer in sorted(by_layer):
         out |= by_layer[layer]
     if source is not None:
-        out |= {name: (source.tensors[name].dtype, source.tensors[name].shape) for name in source.vision}
+        out |= {name: (source.tensors[name].dtype, source.tensors[name].shape) for name in copied(found, source)}
     return out
+
+
+def copied(found: list[Leaf], source: Checkpoint) -> list[str]:
+    """Tensors of the source's tower that a model without one leaves as they are."""
+    if any(one.of_tower for one in found):
+        return []
+    return list({name: None for one in source.leaves if one.of_tower for name in one.names()})
 
 
 def _size(described: tuple[str, tuple[int, ...]]) -> int:
@@ -276,8 +287,8 @@ class _Exporter:
         self._writer.write(codes_name, codes_shape, (rows, (begin // 2, end // 2)), np.asarray(codes))
         self._writer.write(scales_name, scales_shape, groups, np.asarray(scales))
 
-    def end(self) -> None:
-        """Copies the vision tensors of `like` as they are, and closes the files when all is on disk.
+    def end(self, copies: list[str]) -> None:
+        """Copies what is not the model's, and closes the files when all is on disk.
 
         Raises:
             CheckpointFormatError, OSError: of an earlier call too.
@@ -285,7 +296,7 @@ class _Exporter:
         if self._error is not None:
             raise self._error
         futures = []
-        for name in self._source.vision if self._source is not None else ():
+        for name in copies:
             if name in self._writer:
                 futures.append(self._threads.submit(self._copy, name))
         settle(futures)

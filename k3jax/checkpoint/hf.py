@@ -83,7 +83,7 @@ def to_hf(params: K3) -> Iterator[tuple[str, np.ndarray]]:
             axis, start, stop = found.window
             whole = halves.setdefault(name, np.zeros(found.view, part.dtype))
             whole[(slice(None),) * axis + (slice(start, stop),)] = part
-            if found.path.endswith(("A_log", "v_b")):
+            if found.path.endswith(("A_log", "v_b", "vision.blocks.v_proj")):  # the last part of its tensor
                 yield name, halves.pop(name).reshape(found.shape)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from k3jax.checkpoint.layout import GROUP, CheckpointFormatError
-from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 
 QUANTIZATION: dict[str, Any] = {
     "config_groups": {
@@ -56,13 +56,28 @@ QUANTIZATION: dict[str, Any] = {
 _FIXED = {"moe_layer_freq": 1, "mla_use_nope": True, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
 
 
+_FIXED_VISION = {
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "linear_bias": False,
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+}
+
+
 def text_of(values: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a `config.json`."""
     return values.get("text_config", values)
 
 
 def config_from_hf(values: dict[str, Any], **overrides: Any) -> ModelConfig:
-    """`ModelConfig` from a released `config.json` (its `text_config`, or the text config itself).
+    """`ModelConfig` from a released `config.json`; a text config by itself is one of a model without a tower.
 
     Raises:
         CheckpointFormatError: a field is missing, or asks for what this model does not do.
@@ -70,12 +85,16 @@ def config_from_hf(values: dict[str, Any], **overrides: Any) -> ModelConfig:
     text = text_of(values)
     if not isinstance(text, dict):
         raise CheckpointFormatError("config.json: text_config is no JSON object")
+    part = "its text model"
     try:
-        return dataclasses.replace(_from_text(text), **overrides)
+        config = _from_text(text)
+        part = "its vision tower"
+        config = dataclasses.replace(config, vision=_from_vision(values, config.hidden_size))
     except KeyError as missing:
-        raise CheckpointFormatError(f"config.json has no field {missing} for its text model") from None
+        raise CheckpointFormatError(f"config.json has no field {missing} for {part}") from None
     except (AttributeError, TypeError) as error:
-        raise CheckpointFormatError(f"config.json has a field of the wrong type for its text model: {error}") from None
+        raise CheckpointFormatError(f"config.json has a field of the wrong type for {part}: {error}") from None
+    return dataclasses.replace(config, **overrides)
 
 
 def _from_text(text: dict[str, Any]) -> ModelConfig:
@@ -135,8 +154,59 @@ def _from_text(text: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _from_vision(values: dict[str, Any], text_width: int) -> VisionConfig | None:
+    vision = values.get("vision_config")
+    if vision is None:
+        return None
+    for name, only in _FIXED_VISION.items():
+        if vision.get(name, only) != only:
+            raise CheckpointFormatError(
+                f"config.json: vision_config.{name} is {vision[name]!r}; only {only!r} is supported"
+            )
+    heads, width, merge = vision["vt_num_attention_heads"], vision["qkv_hidden_size"], vision["merge_kernel_size"]
+    linked = {"mm_hidden_size": vision["vt_hidden_size"], "text_hidden_size": text_width}
+    linked["merge_kernel_size"] = [merge[0], merge[0]]
+    for name, wanted in linked.items():
+        if vision[name] != wanted:
+            raise CheckpointFormatError(f"config.json: vision_config.{name} is {vision[name]}, it must be {wanted}")
+    if width % heads:
+        raise CheckpointFormatError(
+            f"config.json: vision_config.qkv_hidden_size {width} is no multiple of {heads} heads"
+        )
+    return VisionConfig(
+        hidden_size=vision["vt_hidden_size"],
+        num_layers=vision["vt_num_hidden_layers"],
+        num_heads=heads,
+        head_dim=width // heads,
+        mlp_size=vision["vt_intermediate_size"],
+        patch_size=vision["patch_size"],
+        position_grid=(vision["init_pos_emb_height"], vision["init_pos_emb_width"]),
+        merge=merge[0],
+        max_frames=vision.get("init_pos_emb_time", VisionConfig.max_frames),
+        projector_norm_eps=vision.get("projector_ln_eps", VisionConfig.projector_norm_eps),
+    )
+
+
+def _vision_to_hf(config: VisionConfig, text_width: int) -> dict[str, Any]:
+    return _FIXED_VISION | {
+        "init_pos_emb_height": config.position_grid[0],
+        "init_pos_emb_time": config.max_frames,
+        "init_pos_emb_width": config.position_grid[1],
+        "merge_kernel_size": [config.merge, config.merge],
+        "mm_hidden_size": config.hidden_size,
+        "patch_size": config.patch_size,
+        "projector_ln_eps": config.projector_norm_eps,
+        "qkv_hidden_size": config.num_heads * config.head_dim,
+        "text_hidden_size": text_width,
+        "vt_hidden_size": config.hidden_size,
+        "vt_intermediate_size": config.mlp_size,
+        "vt_num_attention_heads": config.num_heads,
+        "vt_num_hidden_layers": config.num_layers,
+    }
+
+
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A `config.json` of the text model: nested as K3's, or flat as Kimi-Linear's where the model has no K3 field."""
+    """A `config.json` of the model: nested as K3's, or flat as Kimi-Linear's where the model has no K3 field."""
     kda, mla, moe = config.kda, config.mla, config.moe
     numbers = range(1, config.num_layers + 1)
     linear: dict[str, Any] = {
@@ -199,14 +269,14 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "model_type": "kimi_k3",
         "text_config": text,
         "tie_word_embeddings": False,
-    }
+    } | ({} if config.vision is None else {"vision_config": _vision_to_hf(config.vision, config.hidden_size)})
 
 
 def is_kimi_linear(config: ModelConfig) -> bool:
     """Whether the model has none of the fields that K3 added."""
-    k3 = (config.attn_res_block_size, config.situ_beta, config.moe.latent_size)
+    k3 = (config.attn_res_block_size, config.situ_beta, config.moe.latent_size, config.vision)
     gates = config.mla.output_gate or config.kda.full_rank_output_gate or config.kda.gate == "lower_bound"
-    return not gates and k3 == (None, None, None)
+    return not gates and k3 == (None,) * 4
 
 
 def quantization(values: dict[str, Any]) -> bool:

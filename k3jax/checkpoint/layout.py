@@ -28,7 +28,7 @@ ROUTER_BIAS = "router_bias"
 GROUP = 32
 """Elements along the input dimension that share an MXFP4 scale."""
 
-Kind = Literal["plain", "linear", "linear2", "row", "conv", "flat", "a_log", "k_b", "v_b"]
+Kind = Literal["plain", "linear", "linear2", "row", "conv", "flat", "a_log", "k_b", "v_b", "patch", "q", "k", "v"]
 
 
 class CheckpointFormatError(ValueError):
@@ -48,7 +48,8 @@ class Entry(NamedTuple):
     name: str  # within the layer, or of the whole model
     path: str  # dotted path in the module
     kind: Kind
-    """"linear" [out, in] is [in, *out] here, "linear2" [out, in] is [*in, out]; "k_b" and "v_b" share a tensor. Others
+    """"linear" [out, in] is [in, *out] here, "linear2" [out, in] is [*in, out]; "k_b" and "v_b" share a tensor,
+    and so do "q", "k" and "v". "patch" [out, channel, row, column] is [inputs, out]. Others
     keep the order of elements: "row" is [1, D] there, "conv" [channels, 1, taps], "flat" one axis, "a_log" padded."""
 
 
@@ -72,6 +73,24 @@ _ATTN_RES = [
     Entry("mlp_res_norm.weight", "mlp_res.norm", "plain"),
 ]
 _EXPERTS = [Entry(f"block_sparse_moe.experts.{{expert}}.{w}.weight", f"ffn.{w}", "linear") for w in ("w1", "w2", "w3")]
+_VISION = [
+    Entry("vision_tower.patch_embed.proj.weight", "vision.patch_embed", "patch"),
+    Entry("vision_tower.patch_embed.pos_emb.weight", "vision.positions", "plain"),
+    Entry("vision_tower.encoder.final_layernorm.weight", "vision.final_norm", "plain"),
+    Entry("mm_projector.proj.0.weight", "vision.projector.fc0", "linear"),
+    Entry("mm_projector.proj.2.weight", "vision.projector.fc1", "linear"),
+    Entry("mm_projector.post_norm.weight", "vision.projector.post_norm", "plain"),
+]
+_VISION_BLOCK = [
+    Entry("norm0.weight", "vision.blocks.input_norm", "plain"),
+    Entry("norm1.weight", "vision.blocks.post_norm", "plain"),
+    Entry("wqkv.weight", "vision.blocks.q_proj", "q"),
+    Entry("wqkv.weight", "vision.blocks.k_proj", "k"),
+    Entry("wqkv.weight", "vision.blocks.v_proj", "v"),
+    Entry("wo.weight", "vision.blocks.o_proj", "linear2"),
+    Entry("mlp.fc0.weight", "vision.blocks.fc0", "linear"),
+    Entry("mlp.fc1.weight", "vision.blocks.fc1", "linear"),
+]
 _BIAS = "block_sparse_moe.gate.e_score_correction_bias"
 _WIDE = ("A_log", "dt_bias", "conv1d.weight", "self_attn.o_norm.weight", "e_score_correction_bias")
 
@@ -169,6 +188,11 @@ class Leaf(NamedTuple):
     """(axis, start, stop) of the view that the parameter holds; None: all of it."""
 
     @property
+    def of_tower(self) -> bool:
+        """Whether it belongs to the vision tower or its projector."""
+        return self.path.startswith("vision.")
+
+    @property
     def stack(self) -> tuple[int, ...]:
         layers = () if self.layers is None else (len(self.layers),)
         return layers if self.experts is None else (*layers, self.experts)
@@ -248,6 +272,14 @@ def leaf(
             rank, heads, width = shape
             view, order, tensor = (heads, kv_width, rank), (2, 0, 1), (heads * kv_width, rank)
             window = (1, 0, width) if entry.kind == "k_b" else (1, kv_width - width, kv_width)
+        case "q" | "k" | "v":
+            inputs, heads, width = shape
+            part = "qkv".index(entry.kind)
+            view, order, tensor = (3 * heads, width, inputs), (2, 0, 1), (3 * heads * width, inputs)
+            window = (0, part * heads, (part + 1) * heads)
+        case "patch":
+            side = math.isqrt(shape[0] // 3)
+            view, order, tensor = shape[::-1], (1, 0), (shape[1], 3, side, side)
         case "row":
             tensor = (1, *shape)
         case "conv":
@@ -267,8 +299,8 @@ def abstract_model(config: ModelConfig) -> K3:
 
 
 def leaves(config: ModelConfig, prefix: str = PREFIX) -> list[Leaf]:
-    """Every parameter of the model, then the router biases, in the order of the checkpoint's layers as far as stacks
-    allow."""
+    """Every parameter in the order of the checkpoint's layers as far as stacks allow; then the router biases and the
+    tower."""
     shapes = nnx.to_pure_dict(nnx.state(abstract_model(config)))
     kv_width = config.mla.qk_nope_head_dim + config.mla.v_head_dim
     out = [
@@ -294,6 +326,18 @@ def leaves(config: ModelConfig, prefix: str = PREFIX) -> list[Leaf]:
         bias = Entry(_BIAS, ROUTER_BIAS, "plain")
         shape = (config.moe.num_experts,)
         out.append(leaf(bias, shape, layers=layers, prefix=prefix + "model.layers.{layer}."))
+    return out + vision_leaves(config)
+
+
+def vision_leaves(config: ModelConfig) -> list[Leaf]:
+    """Every parameter of the tower and the projector; none where the model has no tower."""
+    if config.vision is None:
+        return []
+    shapes = nnx.to_pure_dict(nnx.state(abstract_model(config)))
+    out = [leaf(entry, tuple(get(shapes, entry.path).shape)) for entry in _VISION]
+    blocks, prefix = tuple(range(config.vision.num_layers)), "vision_tower.encoder.blocks.{layer}."
+    for entry in _VISION_BLOCK:
+        out.append(leaf(entry, tuple(get(shapes, entry.path).shape)[1:], layers=blocks, prefix=prefix))
     return out
 
 
@@ -310,34 +354,3 @@ def put(tree: dict, path: str, value: Any) -> None:
     for part in parents:
         tree = tree.setdefault(part, {})
     tree[last] = value
-
-
-def vision_tensors(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the vision tower and projector of a released `vision_config`.
-
-    Raises:
-        KeyError: a field is missing.
-    """
-    width, qkv, inner = vision["vt_hidden_size"], vision["qkv_hidden_size"], vision["vt_intermediate_size"]
-    patch = vision["patch_size"]
-    merged = vision["mm_hidden_size"] * math.prod(vision["merge_kernel_size"])
-    grid = (vision["init_pos_emb_height"], vision["init_pos_emb_width"])
-    out: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch),
-        "vision_tower.patch_embed.pos_emb.weight": (*grid, width),
-        "vision_tower.encoder.final_layernorm.weight": (width,),
-        "mm_projector.proj.0.weight": (merged, merged),
-        "mm_projector.proj.2.weight": (vision["text_hidden_size"], merged),
-        "mm_projector.post_norm.weight": (vision["text_hidden_size"],),
-    }
-    block: dict[str, tuple[int, ...]] = {
-        "norm0": (width,),
-        "norm1": (width,),
-        "wqkv": (3 * qkv, width),
-        "wo": (width, qkv),
-        "mlp.fc0": (inner, width),
-        "mlp.fc1": (width, inner),
-    }
-    for i in range(vision["vt_num_hidden_layers"]):
-        out |= {f"vision_tower.encoder.blocks.{i}.{name}.weight": shape for name, shape in block.items()}
-    return out

@@ -11,7 +11,6 @@ buffers that are copied into the device's shard. Either way the host holds at mo
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 from collections import deque
@@ -59,7 +58,6 @@ _ROWS = 128  # rows that are transposed together: about a cache line of each fit
 
 Progress = Callable[[int], None]
 Shards = dict[tuple[Range, ...], list[jax.Device]]
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def load_pretrained(
     """Model and router biases from a directory in the released layout (Kimi K3 or Kimi-Linear).
 
     Arrays land on the current mesh, or on the first device when none is set. Nothing is returned unless all of it was
-    read and is finite. Vision tensors are checked and not loaded.
+    read and is finite. With `vision=None` the tower is checked and not loaded.
 
     Args:
         fsdp: parameters in their layout at rest, as `MeshConfig.fsdp`.
@@ -105,10 +103,9 @@ def _load(
     directory: str | Path, fsdp: bool, any_float: bool, progress: Progress | None, overrides: dict[str, Any]
 ) -> Pretrained:
     checkpoint = preflight(directory, any_float=any_float)
-    if checkpoint.vision:
-        logger.warning("%s", checkpoint.lines()[-1])
     config = dataclasses.replace(checkpoint.config, **overrides)
-    if overrides and leaves(config, "") != leaves(checkpoint.config, ""):
+    wanted = [one for one in checkpoint.leaves if config.vision is not None or not one.of_tower]
+    if overrides and not _same_shapes(leaves(config, ""), wanted):
         raise CheckpointFormatError(f"{directory}: {overrides} changes the shapes of parameters")
     shapes: dict[str, Any] = {"params": abstract_model(config)}
     shapes[ROUTER_BIAS] = jax.ShapeDtypeStruct((config.num_moe_layers, config.moe.num_experts), jnp.float32)
@@ -121,7 +118,7 @@ def _load(
     arrays: dict[str, jax.Array] = {}
     begun: deque[tuple[str, Callable[[], jax.Array]]] = deque()
     with _Importer(checkpoint, progress) as importer:
-        for found in checkpoint.leaves:
+        for found in wanted:
             path = found.path if found.path == ROUTER_BIAS else f"params.{found.path}"
             begun.append((path, importer.begin(found, placed[path], abstract[path].dtype)))
             if len(begun) > 2:  # threads have work while one is put together
@@ -132,6 +129,10 @@ def _load(
         arrays[ROUTER_BIAS] = jnp.zeros(shapes[ROUTER_BIAS].shape, jnp.float32)
     loaded = from_paths(shapes, _nested(arrays))
     return Pretrained(loaded["params"], loaded[ROUTER_BIAS], checkpoint)
+
+
+def _same_shapes(a: list[Leaf], b: list[Leaf]) -> bool:
+    return [(one.path, one.stack, one.held) for one in a] == [(one.path, one.stack, one.held) for one in b]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,6 @@ from k3jax.checkpoint.layout import (
     leaves,
     packed_leaves,
     stored_wide,
-    vision_tensors,
 )
 from k3jax.checkpoint.safetensors_io import TensorInfo, read_header
 from k3jax.config import ConfigError, ModelConfig
@@ -43,8 +42,6 @@ class Checkpoint:
     leaves: list[Leaf]
     packed: bool
     """Whether routed experts are MXFP4."""
-    vision: tuple[str, ...]
-    """Tensors of the vision tower and projector: checked, but this model has no place for them."""
 
     @property
     def total_bytes(self) -> int:
@@ -57,14 +54,11 @@ class Checkpoint:
         c = self.config
         out = [
             f"{self.directory}: {len(self.tensors):,} tensors in {files} files, {self.total_bytes:,} bytes",
-            f"text model: {c.num_layers} layers, hidden {c.hidden_size}, {elements:,} numbers, {c.param_dtype}; "
+            f"model: {c.num_layers} layers, hidden {c.hidden_size}, {elements:,} numbers, {c.param_dtype}; "
             f"{c.moe.num_experts} experts, {'MXFP4' if self.packed else 'plain'}",
         ]
-        if self.vision:
-            out.append(
-                f"vision: {len(self.vision)} tensors are checked and not loaded, this model is text only; export with "
-                "this directory as `like` copies them"
-            )
+        if c.vision is not None:
+            out.append(f"vision: {c.vision.num_layers} blocks, hidden {c.vision.hidden_size}")
         return out
 
 
@@ -97,19 +91,10 @@ def preflight(directory: str | Path, *, any_float: bool = False) -> Checkpoint:
     prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
     found = leaves(config, prefix)
     expected = _expected(found, _DTYPES[dtype], packed)
-    vision = {}
-    if "vision_config" in values:
-        try:
-            vision = vision_tensors(values["vision_config"])
-        except KeyError as missing:
-            raise CheckpointFormatError(f"{directory / 'config.json'}: vision_config has no {missing}") from None
-        except TypeError as error:
-            raise CheckpointFormatError(f"{directory / 'config.json'}: vision_config: {error}") from None
-        expected |= {name: (_DTYPES[dtype], (shape,)) for name, shape in vision.items()}
     if tensors:
         _compare(tensors, {name: want for name, want in expected.items() if name not in lost}, any_float, problems)
     _raise(directory, problems)
-    return Checkpoint(directory, values, config, tensors, found, packed, tuple(vision))
+    return Checkpoint(directory, values, config, tensors, found, packed)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -46,6 +46,9 @@ SPECIAL_OFFSETS = {
 }
 """Offset of each named special token from the first special id; the others are `<|reserved_token_ID|>`."""
 
+MEDIA_TOKEN = "<|media_pad|>"
+"""What stands in a prompt for each feature of an image."""
+
 _MAX_PIECE = 400_000
 _MAX_RUN = 25_000
 _LONG_RUN = re.compile(rf"\s{{{_MAX_RUN + 1},}}|\S{{{_MAX_RUN + 1},}}")

@@ -1,6 +1,6 @@
-"""Kimi K3's text model.
+"""Kimi K3: the text model, and the tower that gives it images.
 
-    p = Embed[ids];  bank = []
+    p = Embed[ids], or what the tower makes of an image;  bank = []
     for each block:   push p;  for each layer:  p += Mixer(rms(mix(p, bank)));  p += FFN(rms(mix(p, bank)))
     logits = Head( rms( mix(p, bank) ) )
 
@@ -34,6 +34,7 @@ from k3jax.model.decoder import Bank, DecoderLayer, Options, Tokens, run_segment
 from k3jax.model.kda import kda_cache
 from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
+from k3jax.model.vision import Images, Vision, insert
 from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
 from k3jax.sharding import embed_lookup, gathered, layout, place, whole_sequence
@@ -87,8 +88,11 @@ class Stage(nnx.Module):
         D, V = config.hidden_size, config.vocab_size
         self.config, self.start, self.stop = config, start, stop
         embed = make("vocab embed", V, D)
+        vision_key = make.key() if config.vision is not None else None
         if start == 0:
             self.embed = embed
+            if vision_key is not None:
+                self.vision = Vision(config, vision_key)
         keys = jax.random.split(make.key(), config.num_layers)
         self.segments = nnx.List([Segment(config, plan, keys) for plan in self.plans])
         if stop == config.num_layers:
@@ -108,9 +112,34 @@ class Stage(nnx.Module):
         dense = self.config.num_dense_layers
         return range(max(self.start - dense, 0), max(self.stop - dense, 0))
 
-    def embedded(self, tokens_BT: jax.Array, *, split: bool = True) -> jax.Array:
-        """What the first layer starts from, [B, T, D] in the compute dtype; `split` as of `embed_lookup`."""
-        return embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT, split=split)
+    def embedded(
+        self,
+        tokens_BT: jax.Array,
+        images: Images | None = None,
+        *,
+        features: jax.Array | None = None,
+        split: bool = True,
+        remat: bool = False,
+    ) -> jax.Array:
+        """What the first layer starts from, [B, T, D] in the compute dtype.
+
+        Args:
+            features: what the tower made of the images before; None: it runs here.
+            split: as of `embed_lookup`.
+            remat: of the tower.
+
+        Raises:
+            ValueError: images for a model without a tower.
+        """
+        x = embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT, split=split)
+        if images is None:
+            return x
+        if self.config.vision is None:
+            raise ValueError("this model takes no images: its config has no `vision` (see `k3jax.config.VisionConfig`)")
+        if features is None:
+            with jax.named_scope("vision"):
+                features = self.vision(images, remat=remat)
+        return insert(x, features, images.index)
 
     def run(
         self,
@@ -156,7 +185,7 @@ class Stage(nnx.Module):
 
 
 class K3(Stage):
-    """The text model. Parameters only; router biases and caches are arguments."""
+    """The model. Parameters only; router biases, caches and images are arguments."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, 0, config.num_layers, rngs=rngs)
@@ -166,6 +195,7 @@ class K3(Stage):
         tokens_BT: jax.Array,
         segment_ids: jax.Array | None = None,
         *,
+        images: Images | None = None,
         router_bias: jax.Array | None = None,
         cache: Cache | None = None,
         return_aux: bool = False,
@@ -176,6 +206,7 @@ class K3(Stage):
         Args:
             tokens_BT: int32 ids below `config.vocab_size`.
             segment_ids: [B, T] int32 document numbers, 0 = padding; documents do not see each other.
+            images: what stands for the tokens that `images.index` names.
             router_bias: [MoE layers, E] float32 selection biases; None: zeros.
             cache: decode state to continue; the updated one is in the returned `Aux`.
             return_aux: also return the `Aux`; `depth=True` fills its depth-attention weights.
@@ -183,7 +214,7 @@ class K3(Stage):
         Returns:
             [B, T, V] in at least float32, or (logits, aux).
         """
-        x, aux = self.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache, depth=depth)
+        x, aux = self.features(tokens_BT, segment_ids, images=images, router_bias=router_bias, cache=cache, depth=depth)
         logits = self.logits(x)
         return (logits, aux) if return_aux or cache is not None else logits
 
@@ -198,6 +229,7 @@ class K3(Stage):
         tokens_BT: jax.Array,
         segment_ids: jax.Array | None = None,
         *,
+        images: Images | None = None,
         router_bias: jax.Array | None = None,
         cache: Cache | None = None,
         remat: Remat = "none",
@@ -215,7 +247,7 @@ class K3(Stage):
         if router_bias is None:
             router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
         tokens = describe(tokens_BT, segment_ids, cache)
-        start = (self.embedded(tokens_BT, split=cache is None), ())
+        start = (self.embedded(tokens_BT, images, split=cache is None, remat=remat != "none"), ())
         state, outs = self.run(start, tokens, router_bias, options, None if cache is None else cache.segments)
         x, output_depth = self.output(*state, options)
         aux = collect(self, outs, output_depth)

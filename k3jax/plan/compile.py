@@ -21,9 +21,10 @@ from k3jax.plan.chips import Chip
 from k3jax.plan.hlo import Program, read_program
 from k3jax.plan.report import GIB, Plan, on_mesh, plan
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import abstract_batch
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import abstract_params, abstract_state
-from k3jax.train.step import abstract_batch, make_train_step
+from k3jax.train.step import make_train_step
 
 MAX_DEVICES = 64
 

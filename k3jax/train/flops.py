@@ -6,12 +6,15 @@ Operations of one training step per token, 2 per multiply-add, backward = 2 × f
     6 · H · (qk + v) · L / 2                        per MLA layer: logits and values over the causal half of L tokens
     6 · H · (3 K² + 5/2 C K + C²/6)                 per KDA layer: the chunkwise recurrence, see `_kda_recurrence`
 
+The vision tower costs by image, not by token: `tower_flops`.
+
 Elementwise work, norms, softmax, short convolutions and the AttnRes mixes are left out, as is usual.
 """
 
 import dataclasses
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -69,8 +72,9 @@ def parameter_counts(model: ModelConfig) -> ParameterCounts:
     """Parameters by mechanism from the geometry alone (router biases are not trained and not counted)."""
     mechanisms = _mechanisms(model)
     by_mechanism = {name: matrices + rest for name, (matrices, rest) in mechanisms.items()}
+    by_mechanism["vision"] = _vision_parameters(model)
     total, routed = sum(by_mechanism.values()), by_mechanism["routed_experts"]
-    active = total - routed + _active(model, routed)
+    active = total - routed + _active(model, routed) - by_mechanism["vision"]
     return ParameterCounts(by_mechanism, total, active, active - by_mechanism["embedding"])
 
 
@@ -87,6 +91,34 @@ def flops_by_mechanism(model: ModelConfig, sequence_length: int) -> dict[str, in
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Sum of `flops_by_mechanism`."""
     return sum(flops_by_mechanism(model, sequence_length).values())
+
+
+def tower_flops(model: ModelConfig, grids: Iterable[tuple[int, int, int]]) -> int:
+    """Forward and backward operations of the tower and the projector on items of (frames, rows, columns) of patches."""
+    vision = model.vision
+    if vision is None:
+        return 0
+    D, attention = vision.hidden_size, vision.num_heads * vision.head_dim
+    merged = vision.merged_size
+    patch = 3 * vision.patch_size**2 * D + vision.num_layers * (4 * D * attention + 2 * D * vision.mlp_size)
+    feature = merged * merged + merged * model.hidden_size
+    total = 0
+    for frames, rows, columns in grids:
+        patches = frames * rows * columns
+        pairs = vision.num_layers * 2 * attention * patches * patches
+        total += 6 * (patch * patches + pairs + feature * rows * columns // vision.merge**2)
+    return total
+
+
+def _vision_parameters(model: ModelConfig) -> int:
+    vision = model.vision
+    if vision is None:
+        return 0
+    D, merged = vision.hidden_size, vision.merged_size
+    block = 4 * D * vision.num_heads * vision.head_dim + 2 * D * vision.mlp_size + 2 * D
+    embedding = (3 * vision.patch_size**2 + vision.position_grid[0] * vision.position_grid[1]) * D
+    projector = merged * merged + merged * model.hidden_size + model.hidden_size
+    return embedding + vision.num_layers * block + D + projector
 
 
 def stage_costs(model: ModelConfig, sequence_length: int) -> list[int]:

@@ -41,9 +41,11 @@ from k3jax.config import ConfigError, RunConfig, to_dict
 from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, merge_states, open_data
 from k3jax.data.sources import DataError
+from k3jax.data.tokenizers import MEDIA_TOKEN
 from k3jax.model.quantize import served
 from k3jax.parallel.launch import StopVote, exchange, is_first, require_same, together
 from k3jax.train import flops
+from k3jax.train.batch import Batch, abstract_batch, own_rows, patch_rows, place_batch, rows_of
 from k3jax.train.metrics import Clock, Display, MetricsLog, count, duration, read_records, step_line, to_json
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.pipeline import PipelineTrainer
@@ -59,7 +61,7 @@ from k3jax.train.state import (
     model_part,
     training_part,
 )
-from k3jax.train.step import abstract_batch, compiler_options, make_eval_step, make_train_step, own_rows, place_batch
+from k3jax.train.step import compiler_options, make_eval_step, make_train_step
 
 
 class NonFiniteError(RuntimeError):
@@ -108,6 +110,7 @@ class _Pending:
     step: int
     metrics: dict[str, jax.Array]
     document_ids: np.ndarray  # of this process's rows
+    tower_flops: int  # of this process's images
     stop: jax.Array | None  # `StopVote`, of several processes
 
 
@@ -132,7 +135,7 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest().installed())
         with together("start"):
-            data = open_data(config.data, config.model.vocab_size)
+            data = open_data(config.data, config.model.vocab_size, config.model.vision)
             if is_first():
                 stack.enter_context(claimed(Path(config.run_dir)))
         require_same({"configuration": to_dict(config), "list of data files": data.documents.files_hash})
@@ -175,7 +178,12 @@ class _Run:
         self.pipeline: PipelineTrainer | None = None
         if config.mesh.pipe > 1:
             self.pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes)
-        self.eval_batches: list[dict[str, np.ndarray]] = []
+        media_token = data.tokenizer.special_tokens[MEDIA_TOKEN]
+        self.images = patch_rows(config, mesh, media_token)
+        self.train_steps: dict[int, Any] = {}
+        self.eval_steps: dict[int, Any] = {}
+        """Compiled, by rows of patches."""
+        self.eval_batches: list[dict[str, Any]] = []
         if config.train.eval_interval:
             own = own_rows(config.data.batch_size, config.train.accumulation, mesh)
             with data.validation_loader(config.train.eval_batches, own) as batches:
@@ -279,27 +287,37 @@ class _Run:
                 self._evaluate()
             self._compiled(begin)
             return
-        token_bytes, batch = self.data.tokenizer.token_bytes, abstract_batch(config, self.mesh)
-
-        def compile_step() -> Any:
-            with jax.set_mesh(self.mesh):  # a mesh is set for one thread
-                step = make_train_step(config, self.optimizer, token_bytes)
-                options = compiler_options(self.mesh)
-                return jax.jit(step, donate_argnums=0, compiler_options=options).lower(self.like, batch).compile()
-
+        usual = 0 if self.images is None else self.images.usual
         with ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(compile_step)
+            compiling = pool.submit(self._compile_train_step, usual)
             if self.step == 0:
                 self.state = create_state(
                     config.model, self.optimizer.transform, self.mesh, config.train.seed, **self.placement
                 )
-            if config.train.eval_interval:
-                eval_step = jax.jit(make_eval_step(config, token_bytes))
-                self.eval_step = eval_step.lower(self.state.params, self.state.router_bias, batch).compile()
-                if self.step == 0:
-                    self._evaluate()
-            self.train_step = compiling.result()
+                self._evaluate()
+            compiling.result()
         self._compiled(begin)
+
+    def _compile_train_step(self, rows: int) -> Any:
+        """The training step for batches with so many rows of patches."""
+        if rows not in self.train_steps:
+            config = self.config
+            batch = abstract_batch(config, self.mesh, self.images, rows)
+            with jax.set_mesh(self.mesh):  # a mesh is set for one thread
+                step = make_train_step(config, self.optimizer, self.data.tokenizer.token_bytes)
+                jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh))
+                self.train_steps[rows] = jitted.lower(self.like, batch).compile()
+        return self.train_steps[rows]
+
+    def _eval_step(self, batch: Batch) -> dict[str, jax.Array]:
+        params, bias, rows = self.state.params, self.state.router_bias, rows_of(batch)
+        if rows not in self.eval_steps:
+            jitted = jax.jit(make_eval_step(self.config, self.data.tokenizer.token_bytes))
+            self.eval_steps[rows] = jitted.lower(params, bias, batch).compile()
+        return self.eval_steps[rows](params, bias, batch)
+
+    def _place(self, batch: dict[str, Any]) -> Batch:
+        return place_batch(batch, self.config.train.accumulation, self.mesh, self.images)
 
     def _compiled(self, begin: float) -> None:
         took = duration(time.perf_counter() - begin)
@@ -318,10 +336,13 @@ class _Run:
             if self.pipeline is not None:
                 self.state, metrics = self.pipeline.step(self.state, self.pipeline.place(batch))
             else:
-                self.state, metrics = self.train_step(self.state, place_batch(batch, train.accumulation, self.mesh))
+                placed = self._place(batch)
+                train_step = self._compile_train_step(rows_of(placed))
+                self.state, metrics = train_step(self.state, placed)
         self.step = step
         stop = self.vote.cast(self.stop.signal) if self.vote else None
-        self.pending.append(_Pending(step, metrics, batch["document_ids"], stop))
+        tower = flops.tower_flops(self.config.model, [i.grid for row in batch.get("images", ()) for i in row])
+        self.pending.append(_Pending(step, metrics, batch["document_ids"], tower, stop))
         self._collect(1)
         if train.profile_steps and step == train.profile_steps[1]:
             self._stop_profile()
@@ -354,15 +375,16 @@ class _Run:
                 self._nonfinite(pending, values, dropped)
             if pending.stop is not None:
                 self.stopped = self.stopped or StopVote.name(int(pending.stop))
-            self._report(pending.step, values)
+            self._report(pending.step, values, pending.tower_flops)
 
-    def _report(self, step: int, values: dict[str, float]) -> None:
+    def _report(self, step: int, values: dict[str, float], tower_flops: int) -> None:
         """Writes and shows the metrics of one step."""
         if self.log is None:
             return
         if self.clock.rate:
             values["tokens_per_second"] = self.tokens_per_step / self.clock.rate
-            utilisation = flops.mfu(values["tokens_per_second"], self.flops_per_token, self.peak)
+            per_token = self.flops_per_token + tower_flops * jax.process_count() / self.tokens_per_step
+            utilisation = flops.mfu(values["tokens_per_second"], per_token, self.peak)
             if utilisation is not None:
                 values["mfu"] = utilisation
         train = self.config.train
@@ -421,8 +443,7 @@ class _Run:
         if self.pipeline is not None:
             sums = [self.pipeline.evaluate(self.state, self.pipeline.place(b)) for b in self.eval_batches]
         else:
-            params, bias, accumulation = self.state.params, self.state.router_bias, self.config.train.accumulation
-            sums = [self.eval_step(params, bias, place_batch(b, accumulation, self.mesh)) for b in self.eval_batches]
+            sums = [self._eval_step(self._place(batch)) for batch in self.eval_batches]
         nats, tokens, size = (sum(float(s[name]) for s in sums) for name in ("nats", "tokens", "bytes"))
         values = {"loss": nats / tokens, "bits_per_byte": bits_per_byte(nats, int(size))}
         if self.log:

@@ -61,9 +61,10 @@ LEAVES: Mapping[str, Leaf] = (
     dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b", "k_b", "v_b"), _HEAD)
     | dict.fromkeys(("w1", "w2", "w3"), _EXPERT)
     | dict.fromkeys(("q_a", "kv_a", "f_a", "g_a", "router", "latent_down", "latent_up", "gate", "up", "down"), _MATRIX)
+    | dict.fromkeys(("fc0", "fc1"), _MATRIX)
     | dict.fromkeys(("f_b", "g_b", "g_proj"), Leaf("muon_matrix", "rcc"))
     | {"o_proj": Leaf("muon_matrix", "rrc")}
-    | dict.fromkeys(("embed", "lm_head", "q_conv", "k_conv", "v_conv", "b_proj"), _ADAMW)
+    | dict.fromkeys(("embed", "lm_head", "patch_embed", "positions", "q_conv", "k_conv", "v_conv", "b_proj"), _ADAMW)
     | dict.fromkeys(("norm", "input_norm", "post_norm", "final_norm", "o_norm"), _NO_DECAY)
     | dict.fromkeys(("q_a_norm", "kv_a_norm", "latent_norm", "proj", "A_log", "dt_bias"), _NO_DECAY)
 )

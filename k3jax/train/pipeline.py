@@ -46,14 +46,13 @@ from k3jax.parallel.pipeline import (
     timeline,
 )
 from k3jax.sharding import rank_meshes, shardings, spec, to_rest
+from k3jax.train.batch import DEVICE_KEYS, Batch
 from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.stages import Stages, chunk_name, from_whole, to_whole
 from k3jax.train.state import TrainState, abstract_of, abstract_params, creator_of, fresh_state
 from k3jax.train.step import (
-    DEVICE_KEYS,
-    Batch,
     Metrics,
     Sums,
     apply_gradients,

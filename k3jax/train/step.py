@@ -19,21 +19,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from k3jax.config import ModelConfig, RunConfig
 from k3jax.model.k3 import K3, Aux, Stage
 from k3jax.model.plan import plan_layers
 from k3jax.model.quantize import quantized
+from k3jax.model.vision import Images
 from k3jax.ops.cross_entropy import linear_cross_entropy
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import all_sum, axes_of, gathered, island, layout, place_like, spec, to_rest, whole_sequence
+from k3jax.train.batch import Batch
 from k3jax.train.optimizer import Optimizer, qk_clip, update_rms
 from k3jax.train.state import TrainState, moved
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-DEVICE_KEYS = ("tokens", "targets", "segment_ids", "loss_mask")
 
 
 @jax.tree_util.register_dataclass
@@ -55,55 +55,6 @@ class Sums:
         return dataclasses.replace(total, max_logit=jnp.maximum(self.max_logit, other.max_logit))
 
 
-def _own_parts(mesh: jax.sharding.Mesh) -> tuple[list[int], int]:
-    """Of the equal parts that the mesh cuts a micro-batch into: those on devices of this process, and how many all."""
-    sharding = NamedSharding(mesh, spec("batch"))
-    ways = mesh.size // sharding.shard_shape((mesh.size,))[0]
-    indices = sharding.addressable_devices_indices_map((ways,)).values()
-    return sorted({index[0].indices(ways)[0] for index in indices if index is not None}), ways
-
-
-def own_rows(batch_size: int, accumulation: int, mesh: jax.sharding.Mesh) -> list[int]:
-    """Rows of a global batch [M·B, T] that devices of this process need, ascending; others may need them too."""
-    parts, ways = _own_parts(mesh)
-    return np.arange(batch_size).reshape(accumulation, ways, -1)[:, parts].ravel().tolist()
-
-
-def place_batch(batch: dict[str, np.ndarray], accumulation: int, mesh: jax.sharding.Mesh) -> Batch:
-    """A host batch as device arrays [M, B, T], rows sharded over data × expert, time over context.
-
-    Args:
-        batch: the rows `own_rows` of the global batch, [M·B, T] in a single process.
-    """
-    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "time")))
-    parts, ways = _own_parts(mesh)
-
-    def place(x: np.ndarray) -> jax.Array:
-        micro = x.reshape(accumulation, len(parts), -1, *x.shape[1:])
-        rows = micro.shape[2]  # of one part
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            first = parts.index(index[1].indices(ways * rows)[0] // rows)
-            return micro[index[0], first, :, *index[2:]]
-
-        return jax.make_array_from_callback((accumulation, ways * rows, *x.shape[1:]), sharding, shard)
-
-    return {key: place(np.asarray(batch[key])) for key in DEVICE_KEYS}
-
-
-def abstract_batch(config: RunConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of what `place_batch` returns."""
-    shape = (
-        config.train.accumulation,
-        config.data.batch_size // config.train.accumulation,
-        config.data.sequence_length,
-    )
-    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("batch", "time")))
-    types = dict.fromkeys(DEVICE_KEYS, jnp.int32) | {"loss_mask": jnp.bool_}
-    return {key: jax.ShapeDtypeStruct(shape, types[key], sharding=sharding) for key in DEVICE_KEYS}
-
-
 def _forward(
     config: RunConfig, params: K3, batch: Batch, router_bias: jax.Array, token_bytes: jax.Array, *, train: bool
 ) -> tuple[jax.Array, Sums]:
@@ -111,6 +62,7 @@ def _forward(
     x_BTD, aux = params.features(
         batch["tokens"],
         batch["segment_ids"],
+        images=Images.of(batch),
         router_bias=router_bias,
         remat=config.train.remat if train else "none",
         remat_policy=config.train.remat_policy,

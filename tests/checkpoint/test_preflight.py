@@ -21,7 +21,7 @@ def test_golden_directories_pass():
     assert packed.packed
     assert plain.config.param_dtype == "float32"
     assert packed.config.param_dtype == "bfloat16"
-    assert len(packed.vision) == 18
+    assert sum(len(set(one.names())) for one in packed.leaves if one.of_tower) == 18 + 2 * 2  # wqkv is three of ours
     assert any("vision" in line for line in packed.lines())
 
 
@@ -217,7 +217,12 @@ def _released_config() -> dict:
     text["linear_attn_config"] |= {"full_attn_layers": full, "head_dim": 128, "num_heads": 96}
     text["linear_attn_config"]["kda_layers"] = [l for l in range(1, 94) if l not in full]
     values["vision_config"] |= {"patch_size": 14, "vt_hidden_size": 1024, "vt_intermediate_size": 4096}
-    values["vision_config"] |= {"qkv_hidden_size": 1536, "vt_num_hidden_layers": 27, "text_hidden_size": 7168}
+    values["vision_config"] |= {
+        "qkv_hidden_size": 1536,
+        "vt_num_hidden_layers": 27,
+        "vt_num_attention_heads": 12,
+        "text_hidden_size": 7168,
+    }
     values["vision_config"] |= {"mm_hidden_size": 1024, "init_pos_emb_height": 64, "init_pos_emb_width": 64}
     return values
 
@@ -255,4 +260,4 @@ def test_the_full_geometry_preflights_in_under_thirty_seconds(tmp_path):
     assert seconds < 30
     assert found.total_bytes == total
     assert found.packed
-    assert len(found.vision) == 168
+    assert len({name for one in found.leaves if one.of_tower for name in one.names()}) == 168

@@ -10,9 +10,10 @@ from test_sharded_step import assert_same_step, leaves
 
 from k3jax.config import KDAConfig, MeshConfig, MLAConfig, MoEConfig, RunConfig
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import TrainState, abstract_params, create_state
-from k3jax.train.step import make_train_step, place_batch
+from k3jax.train.step import make_train_step
 
 AXES = [{axis: size} for axis in ("data", "expert", "context", "tensor") for size in (2, 4, 8)]
 TOGETHER = [

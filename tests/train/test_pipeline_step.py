@@ -16,12 +16,13 @@ from test_sharded_step import assert_same_step
 from k3jax.config import ConfigError, DataConfig, MeshConfig, ModelConfig, MoEConfig, RunConfig, TrainConfig, k3
 from k3jax.parallel.pipeline import gpipe, local_bytes
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_records
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.pipeline import PipelineTrainer
 from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state
-from k3jax.train.step import make_eval_step, make_train_step, place_batch
+from k3jax.train.step import make_eval_step, make_train_step
 
 
 def layered(num_layers: int, mla_layers: Iterable[int], block: int, **overrides: Any) -> ModelConfig:

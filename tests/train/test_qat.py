@@ -19,12 +19,13 @@ from k3jax.model.k3 import create
 from k3jax.model.quantize import pack_experts, quantized
 from k3jax.ops.mx import GROUP, PackedMX, dequantize, quantize
 from k3jax.sharding import make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_records
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.pipeline import PipelineTrainer
 from k3jax.train.state import abstract_params, create_state
-from k3jax.train.step import gradients, make_eval_step, make_train_step, place_batch
+from k3jax.train.step import gradients, make_eval_step, make_train_step
 
 RULE = "even"
 

@@ -16,6 +16,7 @@ from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 from k3jax.checkpoint.store import CheckpointStore, RunRecord, to_paths
 from k3jax.config import ConfigError, DataConfig, KDAConfig, MeshConfig, MoEConfig, RunConfig, k3
 from k3jax.sharding import AXES, make_mesh
+from k3jax.train.batch import place_batch
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.placement import placement_lines, placements
 from k3jax.train.state import (
@@ -27,7 +28,7 @@ from k3jax.train.state import (
     model_part,
     training_part,
 )
-from k3jax.train.step import make_train_step, place_batch
+from k3jax.train.step import make_train_step
 
 CASES = {  # mesh, fields of `TrainConfig`
     "data=8": (MeshConfig(data=8), {}),

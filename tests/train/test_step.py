@@ -13,9 +13,10 @@ from k3jax.config import MeshConfig, RunConfig
 from k3jax.ops.quantile_balancing import qb_update
 from k3jax.sharding import make_mesh
 from k3jax.train import step as step_module
+from k3jax.train.batch import place_batch
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import TrainState, abstract_params, abstract_state, create_state
-from k3jax.train.step import gradients, make_eval_step, make_train_step, max_violation, place_batch
+from k3jax.train.step import gradients, make_eval_step, make_train_step, max_violation
 
 FLOAT64 = {"dtype": "float64", "param_dtype": "float64"}
 NAN_LOSS, NAN_GRADIENT = 255, 254  # targets that spoil a batch of the `trained` fixture; in none of `random_batch`

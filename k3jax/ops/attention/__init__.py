@@ -59,7 +59,7 @@ def resolve_implementation(
         return implementation
     refusal = cudnn.refusal(dtype, key_width, value_width)
     if refusal is None and not self_attention:
-        refusal = "queries and keys must be the same tokens from position 0 (no q_offset, no kv_segment_ids)"
+        refusal = "it is causal here, over the same tokens from position 0 (no q_offset, no kv_segment_ids)"
     if refusal is None:
         return "cudnn"
     if implementation == "cudnn":
@@ -83,16 +83,18 @@ def attention(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     q_offset: int | jax.Array = 0,
+    causal: bool = True,
     return_max_logit: bool = True,
     implementation: Implementation | None = None,
     block_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal, document-masked softmax attention.
+    """Document-masked softmax attention, causal unless told otherwise.
 
     Args:
         segment_ids: [B, T] int32, document of each query; 0 is padding, which sees nothing and outputs 0.
         kv_segment_ids: [B, S] int32, document of each key; defaults to `segment_ids` when S = T.
         q_offset: position of the first query among the keys: an int, a scalar, or one per row [B].
+        causal: False lets every query see all keys of its document, wherever they stand ("reference", "xla").
         return_max_logit: False spares "cudnn", which does not know it, a pass over all logits.
         implementation: "reference" holds all T × S logits; "xla" holds one block of them per head at a time, forward
             and backward, and skips blocks in the future when `q_offset` is an int; "cudnn" needs bfloat16, an NVIDIA
@@ -108,6 +110,8 @@ def attention(
         ValueError: shapes that do not fit, an unknown implementation, or "cudnn" where it cannot run.
     """
     _check(q_BTHK, k_BSHK, v_BSHV, segment_ids, kv_segment_ids, block_size)
+    if not causal:
+        q_offset = k_BSHK.shape[1]  # no key stands behind that
     same = kv_segment_ids is None and isinstance(q_offset, int) and q_offset == 0 and q_BTHK.shape == k_BSHK.shape
     widths = {"key_width": q_BTHK.shape[-1], "value_width": v_BSHV.shape[-1]}
     chosen = resolve_implementation(implementation, dtype=q_BTHK.dtype, self_attention=same, **widths)
