@@ -387,6 +387,7 @@ class TextData:
                 "image_validation_documents": len(images.validation),
                 "image_budget": images.store.budget,
                 "image_shards": int(images.shards.sum()),
+                "virtual_shards": len(images.shards),
                 "skipped_image_documents": len(images.store.skipped),
             }
         return described

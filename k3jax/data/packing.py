@@ -30,7 +30,7 @@ from k3jax.config import VisionConfig
 from k3jax.data.images import ImageError, Item, prompt
 from k3jax.data.records import ImageSource
 from k3jax.data.sources import DataError, Documents
-from k3jax.data.tokenizers import Tokenizer
+from k3jax.data.tokenizers import MEDIA_TOKEN, Tokenizer
 
 Batch = dict[str, Any]
 """Arrays by name, see `empty_batch`; "images" is a list."""
@@ -167,7 +167,7 @@ class ImageStore:
         self._documents, self._tokenizer, self._vision = documents, tokenizer, vision
         self.budget, self._skip_bad, self._free = budget, skip_bad, cache_bytes
         self.geometry = f"patch {vision.patch_size}, merge {vision.merge}"
-        self.pad_id = tokenizer.special_tokens["<|media_pad|>"]
+        self.pad_id = tokenizer.special_tokens[MEDIA_TOKEN]
         self._cache: dict[int, Content] = {}
         self._lock = Lock()
         self.skipped: dict[int, str] = {}
