@@ -81,11 +81,12 @@ class ImagesConfig:
     text_field: str = "text"
     """Of a record: its text, where each `<image>` stands for the next of its images; without one they come first."""
     image_field: str = "images"
-    """Of a record: paths relative to its file (JSONL), or bytes (Parquet); one or a list."""
+    """Of a record: paths relative to its file (JSONL), or bytes or `{bytes, path}` (Parquet); one or a list."""
     patches: int = 1024
     """Most patches in one row of a batch, and of one image: a larger one is made smaller."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What happens with a document one of whose images cannot be read."""
+    """What happens with a document one of whose images cannot be read, or whose text asks for more or fewer than there
+    are. Text that cannot be read ends the run either way."""
 
     def __post_init__(self) -> None:
         require_positive(self, "patches")

@@ -9,6 +9,9 @@ A process tokenises only the shards whose rows it yields. If `virtual_shards` is
 no shard holds rows of two places in the batch; otherwise the rows are the same but shared shards are tokenised by all
 their readers.
 
+With `data.images.source`, the fraction `data.images.share` of the virtual shards, and so of the rows, reads documents
+with images, and batches have the key "images".
+
     >>> from k3jax.config import DataConfig
     >>> data = open_data(DataConfig(sequence_length=128, batch_size=4))
     >>> with data.train_loader() as loader:
@@ -21,21 +24,33 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
-from k3jax.config import DataConfig
-from k3jax.data.packing import Batch, DocumentOrder, Packer, TokenStore, empty_batch
+from k3jax.config import DataConfig, VisionConfig
+from k3jax.data.packing import (
+    Batch,
+    DocumentOrder,
+    ImagePacker,
+    ImageStore,
+    Mixture,
+    Packer,
+    TokenStore,
+    empty_batch,
+    spread,
+)
+from k3jax.data.records import ImageSource, open_image_documents
 from k3jax.data.sources import DataError, Documents, open_documents
 from k3jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 State = dict[str, Any]
 _STATE_VERSION = 1
+_LONGEST_PROMPT = "<|media_begin|>image 99999x99999<|media_content|><|media_end|>"
 
 
 @dataclass(frozen=True)
@@ -43,26 +58,25 @@ class Rows:
     """What is read and by whom.
 
     Attributes:
+        packer: makes one that stands at the first row.
         own: rows of each global batch that this process yields, ascending.
         identity: what a saved state must agree on with the loader that restores it.
         batches: after which the loader ends; None never.
+        images: whether batches have images.
     """
 
-    order: DocumentOrder
-    store: TokenStore
+    packer: Callable[[], Packer | Mixture]
     virtual_shards: int
     sequence_length: int
     batch_size: int
     own: tuple[int, ...]
     batches: int | None
     identity: dict[str, Any]
+    images: bool
 
     def __post_init__(self) -> None:
         if list(self.own) != sorted(set(self.own)) or not set(self.own) <= set(range(self.batch_size)):
             raise DataError(f"rows {self.own} are not ascending rows of a batch of {self.batch_size}")
-
-    def packer(self) -> Packer:
-        return Packer(self.order, self.store.tokens, self.virtual_shards, self.sequence_length)
 
     def shards_from(self, first_row: int) -> np.ndarray:
         """bool [V]: shards that this process will ever read if batches start at `first_row`.
@@ -98,7 +112,7 @@ class _RowIterator(grain.DatasetIterator[Batch]):
         own = {row: place for place, row in enumerate(rows.own)}
         if rows.batches is not None and self._next_row >= rows.batches * rows.batch_size:
             raise StopIteration
-        batch = empty_batch(len(own), rows.sequence_length)
+        batch = empty_batch(len(own), rows.sequence_length, rows.images)
         for j in range(rows.batch_size):
             shard = (self._next_row + j) % rows.virtual_shards
             if j in own:
@@ -161,10 +175,11 @@ class Loader(grain.DatasetIterator[Batch]):
             DataError: the state is of other data, another tokenizer, seed or number of shards, or lacks cursors.
         """
         expected = {"version": _STATE_VERSION, **self._identity}
+        names = [*expected, *(name for name in state if name not in expected and name not in ("next_row", "cursors"))]
         wrong = [
-            f"{name}: saved {state.get(name)!r}, now {now!r}"
-            for name, now in expected.items()
-            if state.get(name) != now
+            f"{name}: saved {state.get(name)!r}, now {expected.get(name)!r}"
+            for name in names
+            if state.get(name) != expected.get(name)
         ]
         if wrong:
             raise DataError(f"the saved position is not one in this data; {'; '.join(wrong)}")
@@ -229,11 +244,29 @@ def merge_states(states: Iterable[State]) -> State:
 
 
 @dataclass(frozen=True)
+class ImageData:
+    """A source of documents with images and its split.
+
+    Attributes:
+        store: knows the budget of an image, and which documents were left out so far.
+        train, validation: indices into `documents`, int64.
+        shards: bool [V], virtual shards of training that read them.
+    """
+
+    documents: ImageSource
+    store: ImageStore
+    train: np.ndarray
+    validation: np.ndarray
+    shards: np.ndarray
+
+
+@dataclass(frozen=True)
 class TextData:
     """A source, a tokenizer and the split. Made by `open_data`.
 
     Attributes:
         train, validation: indices into `documents`, int64.
+        images: what is read beside the text; None: nothing.
     """
 
     config: DataConfig
@@ -242,6 +275,7 @@ class TextData:
     store: TokenStore
     train: np.ndarray
     validation: np.ndarray
+    images: ImageData | None = None
 
     def train_loader(self, own: Sequence[int] | None = None) -> Loader:
         """Endless shuffled training batches.
@@ -252,25 +286,67 @@ class TextData:
         Raises:
             DataError: rows that no batch has.
         """
-        order = DocumentOrder(self.train, self.config.seed)
-        return self._loader(order, self.config.virtual_shards, own)
+        seed = self.config.seed
+        order = DocumentOrder(self.train, seed)
+        if self.images is None:
+            return self._loader(order, self.config.virtual_shards, own)
+        return self._mixed_loader(order, DocumentOrder(self.images.train, seed), self.images.shards, own)
 
     def validation_loader(self, num_batches: int | None = None, own: Sequence[int] | None = None) -> Loader:
         """The same batches every time: at most `num_batches`, or every held-out document exactly once.
 
-        Each row of the batch reads its own documents on end. Rows that run out end in padding.
+        Each row of the batch reads its own documents on end. Rows that run out end in padding. With images, the first
+        rows (`data.images.share` of them, at least one) read documents with images.
         """
+        size = self.config.batch_size
         order = DocumentOrder(self.validation, seed=None, epochs=1)
-        return self._loader(order, self.config.batch_size, own, num_batches)
+        if self.images is None:
+            return self._loader(order, size, own, num_batches)
+        image_order = DocumentOrder(self.images.validation, seed=None, epochs=1)
+        image_rows = np.arange(size) < max(1, round(self.config.images.share * size))
+        return self._mixed_loader(order, image_order, image_rows, own, num_batches)
+
+    def _mixed_loader(
+        self,
+        text: DocumentOrder,
+        images: DocumentOrder,
+        image_shards: np.ndarray,
+        own: Sequence[int] | None,
+        num_batches: int | None = None,
+    ) -> Loader:
+        config, data = self.config, self.images
+        assert data is not None
+        count, length = int(image_shards.sum()), config.sequence_length
+
+        def packer() -> Mixture:
+            texts = Packer(text, self.store.tokens, len(image_shards) - count, length)
+            pictures = ImagePacker(images, data.store, count, length, config.images.patches, len(self.documents))
+            return Mixture(texts, pictures, image_shards)
+
+        identity = {
+            "image_source": data.documents.files_hash,
+            "image_documents": len(images.documents),
+            "image_shards": count,
+            "image_budget": data.store.budget,
+            "image_tokens": data.store.geometry,
+        }
+        return self._loader(text, len(image_shards), own, num_batches, packer, identity)
 
     def _loader(
-        self, order: DocumentOrder, virtual_shards: int, own: Sequence[int] | None, num_batches: int | None = None
+        self,
+        order: DocumentOrder,
+        virtual_shards: int,
+        own: Sequence[int] | None,
+        num_batches: int | None = None,
+        mixture: Callable[[], Mixture] | None = None,
+        image_identity: dict[str, Any] | None = None,
     ) -> Loader:
         config = self.config
-        batches = None
-        if order.epochs is not None:
-            packer = Packer(order, self.store.tokens, virtual_shards, config.sequence_length)
-            batches = packer.rows_left(num_batches)
+
+        def text_packer() -> Packer:
+            return Packer(order, self.store.tokens, virtual_shards, config.sequence_length)
+
+        packer = mixture or text_packer
         identity = {
             "source": self.documents.files_hash,
             "documents": len(order.documents),
@@ -279,20 +355,20 @@ class TextData:
             "virtual_shards": virtual_shards,
         }
         rows = Rows(
-            order,
-            self.store,
+            packer,
             virtual_shards,
             config.sequence_length,
             config.batch_size,
             tuple(range(config.batch_size) if own is None else map(int, own)),
-            batches,
-            identity,
+            packer().rows_left(num_batches) if order.epochs is not None else None,
+            identity | (image_identity or {}),
+            images=mixture is not None,
         )
         return Loader(rows, config.prefetch)
 
     def describe(self) -> dict[str, str | int]:
-        """For the log at the start of a run."""
-        return {
+        """For the log at the start of a run; `skipped_image_documents` grows as bad ones are met."""
+        described: dict[str, str | int] = {
             "source": self.documents.source,
             "files": len(self.documents.files),
             "files_hash": self.documents.files_hash[:16],
@@ -303,20 +379,73 @@ class TextData:
             "tokenizer": self.tokenizer.name,
             "tokenizer_vocab_size": self.tokenizer.vocab_size,
         }
+        if (images := self.images) is not None:
+            described |= {
+                "image_source": images.documents.source,
+                "image_files_hash": images.documents.files_hash[:16],
+                "image_train_documents": len(images.train),
+                "image_validation_documents": len(images.validation),
+                "image_budget": images.store.budget,
+                "image_shards": int(images.shards.sum()),
+                "virtual_shards": len(images.shards),
+                "skipped_image_documents": len(images.store.skipped),
+            }
+        return described
 
 
-def open_data(config: DataConfig, vocab_size: int | None = None) -> TextData:
-    """Opens source and tokenizer, checks both and splits.
+def open_data(config: DataConfig, vocab_size: int | None = None, vision: VisionConfig | None = None) -> TextData:
+    """Opens source and tokenizer, checks both and splits; the documents with images too, if there are any.
 
     Args:
         vocab_size: the model's, to refuse a tokenizer that exceeds it.
+        vision: the model's, which images need.
 
     Raises:
-        DataError: anything wrong with the data, see `open_documents`, `load_tokenizer` and `check_vocabulary`.
+        DataError: anything wrong with the data, see `open_documents`, `open_image_documents`, `load_tokenizer` and
+            `check_vocabulary`; images for which there is no tower, no room or no shard.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
+    limits = None if config.images.source is None else _image_limits(config, tokenizer, vision)
     documents = open_documents(config.source, config.text_field, config.min_bytes)
     train, validation = documents.split(config.validation_percent)
-    return TextData(config, documents, tokenizer, TokenStore(documents, tokenizer), train, validation)
+    images = None
+    if limits is not None:
+        source = open_image_documents(config.images)
+        store = ImageStore(source, tokenizer, limits.vision, limits.budget, config.images.on_error == "skip")
+        images = ImageData(source, store, *source.split(config.validation_percent), limits.shards)
+    return TextData(config, documents, tokenizer, TokenStore(documents, tokenizer), train, validation, images)
+
+
+class _ImageLimits(NamedTuple):
+    vision: VisionConfig
+    budget: int
+    """Most patches of an image: what a row of patches holds, and a row of tokens with the image's prompt."""
+    shards: np.ndarray
+
+
+def _image_limits(config: DataConfig, tokenizer: Tokenizer, vision: VisionConfig | None) -> _ImageLimits:
+    images, length, total = config.images, config.sequence_length, config.virtual_shards
+    if vision is None:
+        raise DataError(
+            f"data.images.source {images.source!r} needs a model with a vision tower: set model.vision, or "
+            "data.images.source to None to train on text alone"
+        )
+    group = vision.merge**2
+    if images.patches < group:
+        raise DataError(f"data.images.patches {images.patches} holds no image: one token takes {group} patches")
+    beside = len(tokenizer.encode(_LONGEST_PROMPT, allow_special=True))
+    if length <= beside:
+        raise DataError(
+            f"data.sequence_length {length} holds no image: beside its own tokens it takes up to {beside}; "
+            f"set it to at least {beside + 1}"
+        )
+    count = round(images.share * total)
+    if count == 0 or (count == total and images.share < 1):
+        least = math.ceil(1 / min(images.share, 1 - images.share))
+        raise DataError(
+            f"data.images.share {images.share} of data.virtual_shards {total} is {'none' if not count else 'all'}; "
+            f"raise data.virtual_shards to at least {least}"
+        )
+    return _ImageLimits(vision, min(images.patches, group * (length - beside)), spread(count, total))

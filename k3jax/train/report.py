@@ -101,6 +101,16 @@ def _memory(config: RunConfig) -> str:
     return f"remat {config.train.remat}{f' ({named})' if named else ''}{offload}"
 
 
+def _images(source: dict[str, str | int]) -> list[str]:
+    if "image_source" not in source:
+        return []
+    return [
+        f"images      {source['image_source']}: hash of the list {source['image_files_hash']}; "
+        f"{source['image_train_documents']:,} documents to train on, {source['image_validation_documents']:,} held "
+        f"out; {source['image_shards']} of {source['virtual_shards']} shards, {source['image_budget']} patches an image"
+    ]
+
+
 def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, peak: flops.Peak) -> list[str]:
     """Lines for the log: versions, devices, model, ops, data, tokens and operations a step."""
     parameters = flops.parameter_counts(config.model)
@@ -123,6 +133,7 @@ def start_report(config: RunConfig, mesh: jax.sharding.Mesh, data: TextData, pea
         f"data        {source['source']}: {source['files']:,} files, {source['bytes']:,} bytes, "
         f"hash of the list {source['files_hash']}; {source['train_documents']:,} documents to train on, "
         f"{source['validation_documents']:,} held out; tokenizer {source['tokenizer']}",
+        *_images(source),
         f"step        {config.data.batch_size} × {config.data.sequence_length} = {tokens:,} tokens in "
         f"{config.train.accumulation} micro-batch(es); {count(operations)} FLOPs a token",
         f"peak        {peak.describe()}",
