@@ -12,9 +12,7 @@ config = RunConfig(
             hidden_size=64, num_layers=2, num_heads=4, head_dim=16, mlp_size=128, patch_size=8, position_grid=(4, 8)
         )
     ),
-    data=DataConfig(
-        sequence_length=128, batch_size=16, images=ImagesConfig(source="digits", share=0.5, patches=96)
-    ),
+    data=DataConfig(sequence_length=128, batch_size=16, images=ImagesConfig(source="digits", share=0.5, patches=96)),
     optimizer=OptimizerConfig(learning_rate=2e-3),
     train=TrainConfig(
         steps=500,
