@@ -1,1 +1,2 @@
-"""Text in, packed batches out: `sources`, `tokenizers`, `packing`, `loader`; bits per byte in `bits`."""
+"""Text and images in, packed batches out: `sources`, `records`, `tokenizers`, `packing`, `loader`; the patches of a
+batch in `patches`, bits per byte in `bits`."""
