@@ -1,6 +1,7 @@
 """Text from a trained model: one prefill pass, then cached decoding token by token.
 
     python -m k3jax.generate RUN_DIR --prompt "def " --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+    python -m k3jax.generate RUN_DIR --image a.png b.png --prompt "<image> and <image> show "
     python -m k3jax.generate RUN_DIR/published --follow     # a text from every version that a run publishes there
     python -m k3jax.generate HOST:PORT --follow             # the same from train.publish.address
 
@@ -14,7 +15,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,16 @@ import tyro
 
 from k3jax.checkpoint.publish import Directory, Follower, Served, Source, Stream
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
-from k3jax.config import ConfigError, RunConfig, from_dict
+from k3jax.config import ConfigError, RunConfig, VisionConfig, from_dict
+from k3jax.data.images import Item, open_item
+from k3jax.data.images import prompt as image_prompt
+from k3jax.data.patches import arrange
+from k3jax.data.records import between_images
 from k3jax.data.sources import DataError
-from k3jax.data.tokenizers import StreamDecoder, Tokenizer, check_tokens, load_tokenizer
+from k3jax.data.tokenizers import MEDIA_TOKEN, StreamDecoder, Tokenizer, check_tokens, load_tokenizer
 from k3jax.model.k3 import K3, Cache, init_cache
 from k3jax.model.quantize import served
+from k3jax.model.vision import Images
 from k3jax.sharding import place, shardings
 from k3jax.train.state import abstract_params
 
@@ -96,10 +102,15 @@ def sample(logits_BV: jax.Array, key: jax.Array, temperature: jax.Array, top_p: 
 
 @jax.jit
 def prefill(
-    model: K3, router_bias: jax.Array, tokens_BT: jax.Array, segment_ids: jax.Array, cache: Cache
+    model: K3,
+    router_bias: jax.Array,
+    tokens_BT: jax.Array,
+    segment_ids: jax.Array,
+    cache: Cache,
+    images: Images | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Logits after the last token [B, V] and the filled cache; padding stands on the left."""
-    x, aux = model.features(tokens_BT, segment_ids, router_bias=router_bias, cache=cache)
+    x, aux = model.features(tokens_BT, segment_ids, images=images, router_bias=router_bias, cache=cache)
     assert aux.cache is not None
     return place(model.logits(x[:, -1:])[:, 0]), aux.cache
 
@@ -125,11 +136,17 @@ def generate_tokens(
     top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
+    items: Sequence[Item] = (),
+    media_token: int = -1,
 ) -> Iterator[int]:
     """Yields ids one by one until `max_tokens` or the id `stop` (which is not yielded).
 
+    Args:
+        items: images of the prompt, in order; one `media_token` in the prompt stands for each of their features.
+
     Raises:
-        ValueError: an empty prompt, a negative temperature or number of tokens, or `top_p` outside (0, 1].
+        ValueError: an empty prompt, a negative temperature or number of tokens, `top_p` outside (0, 1], or images that
+            are not those of the prompt (`DataError`) or that the model cannot take.
     """
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token (the tokenizer's bos_id, for instance)")
@@ -143,7 +160,8 @@ def generate_tokens(
     tokens[0, padded - len(prompt) :] = prompt
     segment_ids = (np.arange(padded) >= padded - len(prompt)).astype(np.int32)[None]
     cache = init_cache(model.config, 1, length)
-    logits, cache = prefill(model, router_bias, jnp.asarray(tokens), jnp.asarray(segment_ids), cache)
+    images = _images(model, tokens, items, media_token)
+    logits, cache = prefill(model, router_bias, jnp.asarray(tokens), jnp.asarray(segment_ids), cache, images)
     key = jax.random.key(seed)
     for i in range(max_tokens):
         drawn = _sample(logits, jax.random.fold_in(key, i), jnp.float32(temperature), jnp.float32(top_p))
@@ -153,6 +171,42 @@ def generate_tokens(
         yield token
         if i + 1 < max_tokens:
             logits, cache = decode(model, router_bias, drawn, cache)
+
+
+def _images(model: K3, tokens: np.ndarray, items: Sequence[Item], media_token: int) -> Images | None:
+    """The images of a prompt, in one row of patches whose length is a power of two of groups."""
+    vision = model.config.vision
+    if not items:
+        return None
+    if vision is None:
+        raise ValueError("this model takes no images: its config has no `vision`")
+    group = vision.merge**2
+    groups = sum(len(item.patches) for item in items) // group
+    options = {"merge": vision.merge, "patch_size": vision.patch_size}
+    patches = group << (groups - 1).bit_length()
+    packed = arrange([items], tokens, media_token=media_token, rows=1, patches=patches, **options)
+    return Images.of({name: jnp.asarray(array) for name, array in packed.items()})
+
+
+def encode_prompt(
+    text: str, images: Sequence[bytes | str | Path], tokenizer: Tokenizer, vision: VisionConfig | None
+) -> tuple[list[int], list[Item]]:
+    """Ids of a prompt and its images, read in the order of the text's `<image>`s; without one they come first.
+
+    Raises:
+        ImageError: an image that cannot be used (which), or not one for each `<image>`.
+        ValueError: images for a model without a tower.
+    """
+    if not images:
+        return tokenizer.encode(text), []
+    if vision is None:
+        raise ValueError("this model takes no images: its config has no `vision`")
+    pieces = between_images(text, len(images), "the prompt")
+    ids, items = tokenizer.encode(pieces[0]), []
+    for number, (image, piece) in enumerate(zip(images, pieces[1:]), 1):
+        items.append(open_item(image, f"image {number}" if isinstance(image, bytes) else str(image), vision))
+        ids += image_prompt(items[-1], tokenizer, vision.merge) + tokenizer.encode(piece)
+    return ids, items
 
 
 def stream_text(
@@ -165,14 +219,19 @@ def stream_text(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
+    images: Sequence[bytes | str | Path] = (),
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` as pieces of text, as soon as each is complete; stops at end of text.
 
+    Args:
+        images: files or their contents, for the `<image>`s of the prompt; see `encode_prompt`.
+
     Raises:
-        DataError: the prompt holds an id outside the model's vocabulary.
+        DataError: the prompt holds an id outside the model's vocabulary, or an image cannot be used.
         ValueError: see `generate_tokens`.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.bos_id]
+    ids, items = encode_prompt(prompt, images, tokenizer, model.config.vision)
+    ids = ids or [tokenizer.bos_id]
     check_tokens(ids, tokenizer, model.config.vocab_size)
     decoder = StreamDecoder(tokenizer)
     tokens = generate_tokens(
@@ -184,6 +243,8 @@ def stream_text(
         top_p=top_p,
         seed=seed,
         stop=tokenizer.eos_id,
+        items=items,
+        media_token=tokenizer.special_tokens[MEDIA_TOKEN],
     )
     for token in tokens:
         yield decoder.feed(token) if token < tokenizer.vocab_size else "\N{REPLACEMENT CHARACTER}"
@@ -200,6 +261,7 @@ def generate_text(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
+    images: Sequence[bytes | str | Path] = (),
 ) -> str:
     """The prompt and its continuation as one string; arguments as for `stream_text`."""
     pieces = stream_text(
@@ -211,6 +273,7 @@ def generate_text(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        images=images,
     )
     return prompt + "".join(pieces)
 
@@ -247,6 +310,7 @@ def main(
     seed: int = 0,
     step: int | None = None,
     follow: bool = False,
+    image: tuple[Path, ...] = (),
 ) -> None:
     """Continue a prompt with a trained model, streaming.
 
@@ -258,9 +322,10 @@ def main(
         top_p: nucleus; 1 keeps all.
         seed: same seed, same text.
         step: checkpoint to use; the latest if left out.
+        image: files that the model sees where the prompt says <image>, or before it if it does not.
         follow: a continuation from every version that the run publishes (train.publish), until interrupted.
     """
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "images": image}
     if not follow:
         loaded = load(run_dir, step)
         _print_text(stream_text(loaded.model, loaded.router_bias, loaded.tokenizer, prompt, **options), prompt)

@@ -14,10 +14,14 @@ from helpers import micro
 from k3jax import generate
 from k3jax.checkpoint.publish import Publisher
 from k3jax.checkpoint.version import PublishedWeights, snapshot
-from k3jax.config import ConfigError, RunConfig
+from k3jax.config import ConfigError, RunConfig, VisionConfig, moonvit
+from k3jax.data.digits import encode_png
+from k3jax.data.images import ImageError
+from k3jax.data.patches import arrange
 from k3jax.data.tokenizers import load_tokenizer
-from k3jax.generate import generate_text, generate_tokens, sample, source_of, versions
+from k3jax.generate import encode_prompt, generate_text, generate_tokens, sample, source_of, versions
 from k3jax.model.k3 import create
+from k3jax.model.vision import Images
 
 
 @lru_cache
@@ -40,6 +44,40 @@ def test_greedy_generation_equals_full_passes():
         padded[0, : len(ids)] = ids
         assert token == int(jnp.argmax(full(model(), padded)[0, len(ids) - 1]))
         ids.append(token)
+
+
+def picture(seed: int, width: int, height: int) -> bytes:
+    return encode_png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def test_generation_with_images_equals_full_passes():
+    tower = VisionConfig(
+        hidden_size=16, num_layers=1, num_heads=2, head_dim=8, mlp_size=24, patch_size=2, position_grid=(4, 4)
+    )
+    seeing, tokenizer = create(micro(vocab_size=512, vision=tower), seed=1), load_tokenizer("bytes")
+    ids, items = encode_prompt("a<image>b<image>", [picture(0, 7, 5), picture(1, 4, 4)], tokenizer, tower)
+    media = tokenizer.special_tokens["<|media_pad|>"]
+    generated = list(
+        generate_tokens(seeing, bias(), ids, max_tokens=3, temperature=0.0, items=items, media_token=media)
+    )
+    full = jax.jit(lambda m, t, i: m(t, images=i, router_bias=bias()))
+    for token in generated:
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(ids)] = ids
+        packed = arrange([items], padded, media_token=media, rows=1, patches=32, merge=2, patch_size=2)
+        images = Images.of({name: jnp.asarray(array) for name, array in packed.items()})
+        assert token == int(jnp.argmax(full(seeing, padded, images)[0, len(ids) - 1]))
+        ids.append(token)
+
+
+def test_images_that_a_prompt_cannot_have_are_refused_by_name():
+    tokenizer = load_tokenizer("bytes")
+    with pytest.raises(ValueError, match="takes no images"):
+        encode_prompt("a", [picture(0, 4, 4)], tokenizer, None)
+    with pytest.raises(ImageError, match="2 <image> in the text, 1 images"):
+        encode_prompt("<image><image>", [picture(0, 4, 4)], tokenizer, moonvit())
+    with pytest.raises(ImageError, match="nowhere.png"):
+        encode_prompt("a", ["nowhere.png"], tokenizer, moonvit())
 
 
 def test_a_seed_fixes_the_text_and_another_changes_it():

@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from k3jax.config.checks import require, require_address, require_positive
+from k3jax.config.checks import ConfigError, require, require_address, require_positive
 from k3jax.config.model import DType, ModelConfig
 
 Remat = Literal["none", "products", "sublayer", "layer", "block"]
@@ -307,6 +307,7 @@ class RunConfig:
         require(
             micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
         )
+        self._check_images()
         moe = self.model.moe
         inputs = {"latent size": moe.latent_size or self.model.hidden_size, "model.moe.expert_size": moe.expert_size}
         for name, size in inputs.items():
@@ -325,4 +326,20 @@ class RunConfig:
             shards == 1 or length // shards >= shortest,
             f"mesh.context {shards} leaves {length // shards} tokens of {length} on a device, and the convolution "
             f"looks {shortest} back; at most {length // max(shortest, 1)} shards",
+        )
+
+    def _check_images(self) -> None:
+        images, vision = self.data.images, self.model.vision
+        if images.source is None:
+            return
+        if vision is None:
+            raise ConfigError(
+                f"data.images.source {images.source!r} needs a model with a tower: give the model a VisionConfig, as "
+                "configs/nano_vision.py does"
+            )
+        group = vision.merge**2 * self.mesh.context
+        require(
+            images.patches % group == 0,
+            f"data.images.patches {images.patches} must be a multiple of {group}: {vision.merge} × {vision.merge} patches "
+            f"make a token, and mesh.context {self.mesh.context} cuts a row of them",
         )

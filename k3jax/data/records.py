@@ -215,18 +215,28 @@ class ImageDocuments(FileRecords):
             text, images = self._files[file].stored(record)
         except ImageError as error:
             raise ImageError(f"{where}: {error}") from error
-        pieces = text.split(PLACEHOLDER)
-        if len(pieces) == 1:
-            pieces = [""] * len(images) + pieces
-        if len(pieces) != len(images) + 1:
-            raise ImageError(
-                f"{where}: {len(pieces) - 1} {PLACEHOLDER} in the text, {len(images)} images; "
-                f"there must be one for each image, or none at all"
-            )
+        pieces = between_images(text, len(images), where)
         parts: list[str | Item] = [pieces[0]]
         for number, ((image, name), piece) in enumerate(zip(images, pieces[1:]), 1):
             parts += [open_item(image, f"{where}, image {number}{name}", vision, budget), piece]
         return [part for part in parts if part != ""]
+
+
+def between_images(text: str, images: int, where: str) -> list[str]:
+    """The `images` + 1 pieces of a text between its images, which come first where it holds no placeholder.
+
+    Raises:
+        ImageError: another number of placeholders.
+    """
+    pieces = text.split(PLACEHOLDER)
+    if len(pieces) == 1:
+        pieces = [""] * images + pieces
+    if len(pieces) != images + 1:
+        raise ImageError(
+            f"{where}: {len(pieces) - 1} {PLACEHOLDER} in the text, {images} images; "
+            f"there must be one for each image, or none at all"
+        )
+    return pieces
 
 
 def open_image_documents(config: ImagesConfig) -> ImageSource:

@@ -515,6 +515,8 @@ class _Run:
         if evals:
             rows.append(("held-out bits/byte", f"{evals[0]['bits_per_byte']:.3f} → {evals[-1]['bits_per_byte']:.3f}"))
             rows.append(("  of compressors", self.references.wait(60.0)))
+        if self.data.images is not None and (skipped := self.data.images.store.skipped):
+            rows.append(("bad documents", f"{len(skipped)} with images left out, {next(iter(skipped.values()))} first"))
         rows.append(("checkpoint", self._path(self.step)))
         self.display.print(summary_table(rows))
 

@@ -8,7 +8,7 @@ import pytest
 from micro import TOKEN_BYTES, micro_config, micro_model, random_batch, spread
 from test_sharded_step import assert_same_step, leaves
 
-from k3jax.config import ImagesConfig, MeshConfig, MoEConfig, RunConfig, VisionConfig
+from k3jax.config import ConfigError, ImagesConfig, MeshConfig, MoEConfig, RunConfig, VisionConfig
 from k3jax.data.images import Item
 from k3jax.sharding import make_mesh
 from k3jax.train.batch import patch_rows, place_batch, rows_of
@@ -94,6 +94,16 @@ def test_every_mesh_takes_the_multimodal_step_of_one_device(x64, single, name):
     assert_same_step((after, metrics), single[1:3], 1e-9)
     for key, value in single[3].items():
         np.testing.assert_allclose(scores[key], value, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("vision", "mesh", "patches", "message"),
+    [(None, MeshConfig(), 32, "needs a model with a tower"), (VISION, MeshConfig(context=4), 24, "multiple of 16")],
+)
+def test_images_that_a_run_cannot_have_are_refused(vision, mesh, patches, message):
+    images = ImagesConfig(source="digits", patches=patches)
+    with pytest.raises(ConfigError, match=message):
+        micro_config("none", "none", model=micro_model(vision=vision), mesh=mesh, data={"images": images})
 
 
 def test_the_tower_learns_from_the_loss_of_the_text(single):
