@@ -340,6 +340,6 @@ class RunConfig:
         group = vision.merge**2 * self.mesh.context
         require(
             images.patches % group == 0,
-            f"data.images.patches {images.patches} must be a multiple of {group}: {vision.merge} × {vision.merge} patches "
-            f"make a token, and mesh.context {self.mesh.context} cuts a row of them",
+            f"data.images.patches {images.patches} must be a multiple of {group}: {vision.merge} × {vision.merge} of them "
+            f"are a token, and mesh.context {self.mesh.context} cuts a row of them",
         )
