@@ -337,9 +337,9 @@ class RunConfig:
                 f"data.images.source {images.source!r} needs a model with a tower: give the model a VisionConfig, as "
                 "configs/nano_vision.py does"
             )
-        group = vision.merge**2 * self.mesh.context
+        merge, context = vision.merge, self.mesh.context
         require(
-            images.patches % group == 0,
-            f"data.images.patches {images.patches} must be a multiple of {group}: {vision.merge} × {vision.merge} of them "
-            f"are a token, and mesh.context {self.mesh.context} cuts a row of them",
+            images.patches % (merge**2 * context) == 0,
+            f"data.images.patches {images.patches} must be a multiple of {merge**2 * context}: a token is "
+            f"{merge} × {merge} of them, and mesh.context {context} cuts a row of them",
         )
