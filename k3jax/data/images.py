@@ -174,6 +174,23 @@ def video_items(
     return [_item(upright[i : i + length], size, vision) for i in range(0, len(upright), length)]
 
 
+def open_video(
+    frames: Sequence[bytes | str | Path], where: str, vision: VisionConfig, budget: int | None = None
+) -> list[Item]:
+    """`video_items` of encoded frames or their paths.
+
+    Raises:
+        ImageError: see `open_item` and `video_items`.
+    """
+    opened = []
+    for number, frame in enumerate(frames):
+        name = f"{where}, frame {number}"
+        data = io.BytesIO(_read(frame, name))
+        with _decoding(name):
+            opened.append(Image.open(data, formats=_FORMATS))
+    return video_items(opened, where, vision, budget)
+
+
 def patchify(pixels: UInt8[np.ndarray, "t H W 3"], patch_size: int) -> UInt8[np.ndarray, "patches pixels"]:
     """Patches in the order (frame, row, column), each flattened (channel, row, column): uint8 [t·h·w, 3·p·p]."""
     t, height, width, channels = pixels.shape

@@ -4,11 +4,12 @@ A source is a folder (read recursively), a file or a glob of these, or "digits" 
 
 - `.jsonl`: `{"text": "a <image> and a <image>", "images": ["a.png", "b.png"]}`, paths relative to the file;
 - `.parquet`: a column of text and one of encoded images, each row bytes, `{bytes, path}`, or a list of these;
+  in the list of either, a list within stands for the frames of a video, which become pieces of at most four frames;
 - `.tar` (WebDataset's layout, not compressed): members that share a name up to its first dot are one document, its text
   in `x.txt` or the text field of `x.json`, its images `x.png`, `x.0.jpg`, `x.1.jpg`, … in that order.
 
-Each `<image>` in a text stands for the next image; without one they come first. Only the index is kept in memory;
-texts are checked when the source is opened, images when they are read.
+Each `<image>` in a text stands for the next image or video; without one they come first. Only the index is kept in
+memory; texts are checked when the source is opened, images when they are read.
 
     >>> documents = open_image_documents(ImagesConfig(source="pictures/"))
     >>> documents.content(0, moonvit(), budget=1024)
@@ -26,7 +27,7 @@ import numpy as np
 
 from k3jax.config import ImagesConfig, VisionConfig
 from k3jax.data.digits import DigitDocuments
-from k3jax.data.images import ImageError, Item, open_item
+from k3jax.data.images import ImageError, Item, open_item, open_video
 from k3jax.data.sources import (
     DataError,
     File,
@@ -48,8 +49,8 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".t
 _ROW_GROUP_CACHE_BYTES = 1 << 30
 _TEXT_SETTING, _IMAGE_SETTING = "data.images.text_field", "data.images.image_field"
 
-Stored = tuple[bytes | Path, str]
-"""An encoded image or its path, and its name in messages."""
+Stored = tuple[bytes | Path | list[bytes | Path], str]
+"""An encoded image or its path, or those of the frames of a video, and its name in messages."""
 
 
 class ImageSource(Protocol):
@@ -71,11 +72,18 @@ class _RecordFile(File, Protocol):
 
 
 def _stored(value: Any, folder: Path) -> list[Stored]:
-    """The images that a field holds: a path, bytes, `{bytes, path}`, or a list of these; paths start in `folder`."""
+    """The images that a field holds: a path, bytes, `{bytes, path}`, or a list of these and of lists of frames.
+
+    Paths start in `folder`.
+    """
     if value is None:
         return []
     if isinstance(value, list):
-        return [image for part in value for image in _stored(part, folder)]
+        return [
+            image
+            for part in value
+            for image in (_video(part, folder) if isinstance(part, list) else _stored(part, folder))
+        ]
     path = value.get("path") if isinstance(value, dict) else None
     if isinstance(value, dict):
         value = path if value.get("bytes") is None else value["bytes"]
@@ -84,6 +92,14 @@ def _stored(value: Any, folder: Path) -> list[Stored]:
     if isinstance(value, str):
         return [(folder / value, f" ({value})")]
     raise ImageError(f"an image is a path, bytes or {{bytes, path}}, not {type(value).__name__}")
+
+
+def _video(frames: list[Any], folder: Path) -> list[Stored]:
+    stored = [one for frame in frames for one in _stored(frame, folder)]
+    data = [frame for frame, _ in stored if not isinstance(frame, list)]
+    if len(data) != len(frames):
+        raise ImageError("a frame of a video is a path, bytes or {bytes, path}")
+    return [(data, f" (video of {len(data)} frames)")]
 
 
 class _JsonlRecords(JsonlFile):
@@ -218,7 +234,12 @@ class ImageDocuments(FileRecords):
         pieces = between_images(text, len(images), where)
         parts: list[str | Item] = [pieces[0]]
         for number, ((image, name), piece) in enumerate(zip(images, pieces[1:]), 1):
-            parts += [open_item(image, f"{where}, image {number}{name}", vision, budget), piece]
+            named = f"{where}, image {number}{name}"
+            if isinstance(image, list):
+                parts += open_video(image, named, vision, budget)
+            else:
+                parts.append(open_item(image, named, vision, budget))
+            parts.append(piece)
         return [part for part in parts if part != ""]
 
 

@@ -116,6 +116,21 @@ def test_tar_members_of_one_key_are_a_document_with_images_in_the_order_of_their
     }
 
 
+def test_lists_of_frames_are_videos_in_pieces_of_at_most_four(tmp_path):
+    for colour in range(1, 7):
+        (tmp_path / f"{colour}.png").write_bytes(png(colour))
+    frames = [f"{colour}.png" for colour in range(1, 6)]
+    write_lines(tmp_path / "d.jsonl", {"text": "a <image> b <image>", "images": [frames, "6.png"]})
+    first, second, *rest = opened(tmp_path / "d.jsonl").content(0, VISION)[1:]
+    assert (first.grid, second.grid) == ((4, 2, 2), (1, 2, 2))
+    assert [int(first.patches[4 * frame, 0]) for frame in range(4)] == [1, 2, 3, 4]
+    assert int(second.patches[0, 0]) == 5
+    assert (rest[0], int(rest[1].patches[0, 0])) == (" b ", 6)
+    write_lines(tmp_path / "d.jsonl", {"text": "", "images": [["1.png", "gone.png"]]})
+    with pytest.raises(ImageError, match=r"d\.jsonl:1, image 1 \(video of 2 frames\), frame 1"):
+        opened(tmp_path / "d.jsonl").content(0, VISION)
+
+
 def test_sources_are_found_like_those_of_text_and_split_by_the_same_rule(tmp_path):
     for name in ("b/1.jsonl", "a.jsonl", ".hidden/x.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
