@@ -138,7 +138,8 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
             data = open_data(config.data, config.model.vocab_size, config.model.vision)
             if is_first():
                 stack.enter_context(claimed(Path(config.run_dir)))
-        require_same({"configuration": to_dict(config), "list of data files": data.documents.files_hash})
+        images = "" if data.images is None else data.images.documents.files_hash
+        require_same({"configuration": to_dict(config), "list of data files": data.documents.files_hash + images})
         display = Display(config.train.steps, quiet=not is_first())
         stack.callback(display.close)
         store = CheckpointStore(
@@ -302,8 +303,8 @@ class _Run:
         """The training step for batches with so many rows of patches."""
         if rows not in self.train_steps:
             config = self.config
-            batch = abstract_batch(config, self.mesh, self.images, rows)
             with jax.set_mesh(self.mesh):  # a mesh is set for one thread
+                batch = abstract_batch(config, self.mesh, self.images, rows)
                 step = make_train_step(config, self.optimizer, self.data.tokenizer.token_bytes)
                 jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh))
                 self.train_steps[rows] = jitted.lower(self.like, batch).compile()

@@ -10,7 +10,7 @@ from micro import micro_config, micro_model
 from processes import Processes, run
 
 from k3jax.checkpoint.store import CheckpointStore
-from k3jax.config import MeshConfig, RunConfig
+from k3jax.config import ImagesConfig, MeshConfig, RunConfig, VisionConfig
 from k3jax.train.metrics import read_records
 
 SMALL = {"num_layers": 1, "mla_layers": (0,), "num_dense_layers": 0, "dtype": "float64", "param_dtype": "float64"}
@@ -92,6 +92,24 @@ def test_a_run_goes_on_with_fewer_processes_without_losing_or_repeating_a_row(te
     assert seen == rows(tmp_path / "one")
     assert_close(losses(many), losses(one))
     assert_close(losses(many, "eval"), losses(one, "eval"))
+
+
+@pytest.mark.slow
+def test_two_processes_with_images_train_as_one_does(text_folder, tmp_path):
+    """Each packs the images of its own rows; one packs them all together."""
+    tower = VisionConfig(
+        hidden_size=16, num_layers=1, num_heads=2, head_dim=8, mlp_size=24, patch_size=8, position_grid=(2, 8)
+    )
+    parts = {
+        "model": micro_model(**SMALL, vision=tower),
+        "mesh": MeshConfig(data=2, tensor=2),
+        "data": {"batch_size": 8, "sequence_length": 64, "images": ImagesConfig("digits", share=0.5, patches=64)},
+        "train": {"steps": 3, "accumulation": 2},
+    }
+    one, two = build(text_folder, tmp_path / "one", **parts), build(text_folder, tmp_path / "two", **parts)
+    run(one, 1, 4)
+    run(two, 2, 2)
+    assert_close(losses(two), losses(one))
 
 
 @pytest.mark.slow
