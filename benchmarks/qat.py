@@ -1,6 +1,6 @@
 """What training with quantised experts costs in loss: curves with and without, same seed and data.
 
-    python -m benchmarks.qat configs/nano.py --steps 300 --config.data.batch-size 4 --config.data.sequence-length 128
+    python -m benchmarks.qat configs/nano.py --steps 200 --config.data.batch-size 4 --config.data.sequence-length 128
 
 `model.moe.qat` None, "w4" and "w4a8", and for a scale of what a difference means None once more with KDA in chunks of
 twice the length: other sums in the same arithmetic. Prints every fiftieth loss, the mean of the last 50 steps and the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -31,19 +31,25 @@ class Arguments:
     """What to train."""
 
     config: RunConfig
-    steps: Annotated[int, tyro.conf.arg(help=f"a multiple of {EVERY}")] = 300
+    steps: Annotated[int, tyro.conf.arg(help=f"a multiple of {EVERY}")] = 200
 
 
 def variants(config: RunConfig) -> dict[str, RunConfig]:
     """By name."""
-    model, kda = config.model, config.model.kda
-    changed = {
-        "none": model,
-        "w4": dataclasses.replace(model, moe=dataclasses.replace(model.moe, qat="w4")),
-        "w4a8": dataclasses.replace(model, moe=dataclasses.replace(model.moe, qat="w4a8")),
-        "none, other sums": dataclasses.replace(model, kda=dataclasses.replace(kda, chunk_size=2 * kda.chunk_size)),
+
+    def changed(qat: Literal["w4", "w4a8"] | None, chunk_size: int) -> RunConfig:
+        model = config.model
+        kda = dataclasses.replace(model.kda, chunk_size=chunk_size)
+        model = dataclasses.replace(model, kda=kda, moe=dataclasses.replace(model.moe, qat=qat))
+        return dataclasses.replace(config, model=model)
+
+    chunk = config.model.kda.chunk_size
+    return {
+        "none": changed(None, chunk),
+        "w4": changed("w4", chunk),
+        "w4a8": changed("w4a8", chunk),
+        "none, other sums": changed(None, 2 * chunk),
     }
-    return {name: dataclasses.replace(config, model=model) for name, model in changed.items()}
 
 
 def means(curve: np.ndarray) -> np.ndarray:

@@ -41,7 +41,7 @@ KINDS = {
     "activations": "estimate",
     "bank": "estimate",
     "experts": "estimate",
-    "quantised": "exact",
+    "quantised": "estimate",
     "working": "estimate",
     "packing": "fitted",
 }

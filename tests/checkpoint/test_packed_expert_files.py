@@ -225,8 +225,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "staged"),
+    [
+        ("one device", False),
+        ("expert 8", False),
+        ("data 2, expert 4, fsdp", True),
+        pytest.param("one device", True, marks=pytest.mark.slow),
+        pytest.param("expert 8", True, marks=pytest.mark.slow),
+        pytest.param("data 2, expert 4, fsdp", False, marks=pytest.mark.slow),
+    ],
+)
 def test_experts_stay_codes_from_file_to_file(monkeypatch, tmp_path, mesh, staged):
     """Byte for byte, also as on devices that have memory of their own; nothing is ever decoded."""
 
