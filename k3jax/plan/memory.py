@@ -326,8 +326,9 @@ def _rounded(leaves: list[Leaf], config: RunConfig, spec: LayerSpec, *, rest: bo
     """Bytes of the weights of a layer in the dtype of products, in the layout of use (or at rest)."""
     a = jnp.dtype(config.model.dtype).itemsize
     chosen = [leaf for leaf in leaves if leaf.kind == spec]
-    if config.model.moe.qat and not config.mesh.fsdp:  # w2 is there (`_quantised`); w1 and w3 are put side by side
-        chosen = [leaf for leaf in chosen if not (leaf.is_bank and leaf.tensor.endswith("w2"))]
+    if config.model.moe.qat and (rest or not config.mesh.fsdp):
+        # banks are there (`_quantised`), but w1 and w3 are put side by side where they are used
+        chosen = [leaf for leaf in chosen if not (leaf.is_bank and (rest or leaf.tensor.endswith("w2")))]
     cuts = (cut(leaf, config.mesh) for leaf in chosen)
     return a * sum(c.rest if rest else c.used for c in cuts)
 
