@@ -123,7 +123,14 @@ def bench(config: RunConfig, model: K3, folder: Path, rounds: int, experts: Expe
         (f"{name}: whole way", [sum(parts) for parts in zip(*(ways.times[p] for p in whole[name]))]) for name in whole
     ]
     baseline = median(dict(rows)["checkpoint: whole way"])
-    print(f"\nexperts {experts}: {size:.2f} GB of weights, {ways.sent:.2f} GB a version")
+    geometry = config.model
+    moe = geometry.moe
+    shape = (
+        f"{geometry.num_layers} layers of {geometry.hidden_size}, {geometry.num_moe_layers} with {moe.num_experts} "
+        f"experts of {moe.latent_size} x {moe.expert_size}, {geometry.param_dtype}"
+    )
+    print(f"\n{shape}")
+    print(f"experts {experts}: {size:.2f} GB of weights, {ways.sent:.2f} GB a version")
     out = []
     for what, seconds in rows:
         ratio = median(seconds) / baseline
@@ -134,6 +141,8 @@ def bench(config: RunConfig, model: K3, folder: Path, rounds: int, experts: Expe
             {
                 "what": what,
                 "experts": experts,
+                "shape": shape,
+                "rounds": rounds,
                 "weights_gb": round(size, 3),
                 "version_gb": round(ways.sent, 3),
                 "median_s": round(median(seconds), 3),

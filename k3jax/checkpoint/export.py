@@ -32,16 +32,17 @@ from k3jax.checkpoint.layout import (
     CheckpointFormatError,
     Leaf,
     get,
+    held_leaves,
     leaves,
     packed_names,
     packed_shapes,
     stored_wide,
 )
-from k3jax.checkpoint.load import _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split, settle
+from k3jax.checkpoint.load import _NAN_SCALE, _STAGE, _TASK, _THREADS, _chunks, _finite, _in_place, _split, settle
 from k3jax.checkpoint.preflight import INDEX, Checkpoint, preflight
 from k3jax.checkpoint.safetensors_io import DTYPES, Range, Reader, Writer
 from k3jax.model.k3 import K3
-from k3jax.ops.mx import PackedMX, ScaleRule, quantize
+from k3jax.ops.mx import PackedMX, ScaleRule, dequantize, quantize
 from k3jax.parallel.launch import together
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -63,7 +64,7 @@ def export_pretrained(
         like: a directory in the released layout that the weights came from. Its tensors' dtypes and padding are kept,
             and its tokenizer and other files are copied; so is its tower, if the model has none. Of packed experts the
             scales are kept wherever a group's values still are exact with them, so that what did not change has the
-            same bytes.
+            same bytes. Experts that the model holds as codes are written as they are but for that.
         experts: None: as in `like`, plain without it. New scales follow the model's `moe.qat_scale_rule`, with which
             it may have been trained.
         dtype: of what the release stores as bfloat16, without `like`.
@@ -96,7 +97,7 @@ def export_pretrained(
             pure = nnx.to_pure_dict(nnx.state(model))
             for one in found:
                 value = router_bias if one.path == ROUTER_BIAS else get(pure, one.path)
-                if isinstance(value, PackedMX):  # as `k3jax.load` holds experts after quantisation-aware training
+                if isinstance(value, PackedMX) and not packed:
                     value = _decoded(value, model.config.param_dtype)
                 exporter.write(one, value)
             with together("export"):
@@ -232,9 +233,12 @@ class _Exporter:
         self._reader.close()
         self._writer.abandon()
 
-    def write(self, found: Leaf, array: jax.Array) -> None:
+    def write(self, found: Leaf, value: jax.Array | PackedMX) -> None:
         """Every tensor of a parameter that belongs into this process's files; what fails, `end` raises."""
-        for ranges, block in _blocks(found, array):
+        if isinstance(value, PackedMX):
+            self._write_bank(found, value)
+            return
+        for ranges, block in _blocks(found, value):
             if self._error is not None:  # other processes may still wait for what this one's devices hold
                 continue
             stack = len(found.stack)
@@ -251,18 +255,38 @@ class _Exporter:
                         futures += self._submit(self._encode, name, found.view, tuple(view), values[index])
                 elif name in self._writer:
                     futures += self._submit(self._job, name, found.view, tuple(view), values[index])
-            try:
-                settle(futures)
-            except (CheckpointFormatError, OSError) as error:
-                self._error = error
+            self._settle(futures)
+
+    def _write_bank(self, found: Leaf, bank: PackedMX) -> None:
+        """A bank that is held as codes."""
+        parts = zip(held_leaves(found), (bank.codes, bank.scales), (_STAGE, _STAGE * 2 // GROUP))  # the same cuts
+        for (_, codes), (ranges, scales) in zip(*(_blocks(*part) for part in parts), strict=True):
+            if self._error is not None:
+                continue
+            *stack, columns, rows = ranges
+            futures = []
+            for index in np.ndindex(*(stop - start for start, stop in stack)):
+                name = found.name(*(i + start for i, (start, _) in zip(index, stack)))
+                if packed_names(name)[0] in self._writer:
+                    values = codes[index].T, scales[index].T
+                    futures += self._submit(self._as_held, name, found.view, (rows, columns), *values)
+            self._settle(futures)
+
+    def _settle(self, futures: list[Future]) -> None:
+        try:
+            settle(futures)
+        except (CheckpointFormatError, OSError) as error:
+            self._error = error
 
     def _submit(
-        self, job: Callable, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], value: np.ndarray
+        self, job: Callable, name: str, view: tuple[int, ...], ranges: tuple[Range, ...], *values: np.ndarray
     ) -> list[Future]:
-        row = 4 * math.prod(value.shape[1:])
+        row = 4 * math.prod(values[0].shape[1:])
         begin, end = ranges[0]
         return [
-            self._threads.submit(job, name, view, ((start, stop), *ranges[1:]), value[start - begin : stop - begin])
+            self._threads.submit(
+                job, name, view, ((start, stop), *ranges[1:]), *(v[start - begin : stop - begin] for v in values)
+            )
             for start, stop in _split((begin, end), max(_TASK // row, 1))
         ]
 
@@ -276,16 +300,37 @@ class _Exporter:
             raise CheckpointFormatError(f"{name}: its {view[-1]} inputs are no multiple of {GROUP}, an MXFP4 group")
         if begin % GROUP or end % GROUP:
             raise CheckpointFormatError(f"{name}: the mesh cuts its inputs at {begin}:{end}, within groups of {GROUP}")
-        codes_name, scales_name = packed_names(name)
-        codes_shape, scales_shape = packed_shapes(view)
         groups = (rows, (begin // GROUP, end // GROUP))
-        kept = None
-        if self._source is not None and scales_name in self._source.tensors:
-            info = self._source.tensors[scales_name]
-            kept = self._reader.read(scales_name, info, scales_shape, groups).copy()
-        codes, scales = _encoding(_rows(name, value, np.float32), kept, self._rule)
-        self._writer.write(codes_name, codes_shape, (rows, (begin // 2, end // 2)), np.asarray(codes))
-        self._writer.write(scales_name, scales_shape, groups, np.asarray(scales))
+        codes, scales = _encoding(_rows(name, value, np.float32), self._kept(name, view, groups), self._rule)
+        self._write_packed(name, view, groups, np.asarray(codes), np.asarray(scales))
+
+    def _as_held(
+        self, name: str, view: tuple[int, ...], groups: tuple[Range, ...], codes: np.ndarray, scales: np.ndarray
+    ) -> None:
+        """Rows of an expert that are codes already."""
+        codes, scales = (_rows(name, part, np.uint8) for part in (codes, scales))
+        if np.any(scales == _NAN_SCALE):
+            raise CheckpointFormatError(f"{name} of the model that is exported holds NaN or infinity")
+        kept = self._kept(name, view, groups)
+        if kept is not None and not np.array_equal(kept, scales):
+            codes, scales = _with_scales(codes, scales, kept, self._rule)
+        self._write_packed(name, view, groups, codes, scales)
+
+    def _kept(self, name: str, view: tuple[int, ...], groups: tuple[Range, ...]) -> np.ndarray | None:
+        """The scales of `like`."""
+        name = packed_names(name)[1]
+        if self._source is None or name not in self._source.tensors:
+            return None
+        return self._reader.read(name, self._source.tensors[name], packed_shapes(view)[1], groups).copy()
+
+    def _write_packed(
+        self, name: str, view: tuple[int, ...], groups: tuple[Range, ...], codes: np.ndarray, scales: np.ndarray
+    ) -> None:
+        rows, (begin, end) = groups
+        each = GROUP // 2
+        parts = zip(packed_names(name), packed_shapes(view), ((rows, (begin * each, end * each)), groups))
+        for (part, shape, ranges), value in zip(parts, (codes, scales)):
+            self._writer.write(part, shape, ranges, value)
 
     def end(self, copies: list[str]) -> None:
         """Copies what is not the model's, and closes the files when all is on disk.
@@ -320,8 +365,20 @@ def _rows(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
     return out
 
 
-def _blocks(found: Leaf, array: jax.Array) -> Iterator[tuple[tuple[Range, ...], np.ndarray]]:
-    """The array in blocks on the host: where each lies, and its values.
+def _with_scales(
+    codes: np.ndarray, scales: np.ndarray, wanted: np.ndarray, rule: ScaleRule
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same numbers, with the scales `wanted` where groups are exact with them."""
+    values = dequantize(codes, scales, np.float32, format="mxfp4")
+    other_codes, other = quantize(values, format="mxfp4", scale_rule=rule, source_scales=wanted)
+    same = (other == wanted) & np.all(
+        (dequantize(other_codes, other, np.float32, format="mxfp4") == values).reshape(*scales.shape, GROUP), axis=-1
+    )
+    return np.where(np.repeat(same, GROUP // 2, axis=-1), other_codes, codes), np.where(same, wanted, scales)
+
+
+def _blocks(found: Leaf, array: jax.Array, limit: int | None = None) -> Iterator[tuple[tuple[Range, ...], np.ndarray]]:
+    """The array in blocks on the host, at most `limit` bytes of all devices: where each lies, and its values.
 
     On several processes every process gets every block, whoever's devices hold it: they all have to call this alike.
     """
@@ -334,7 +391,7 @@ def _blocks(found: Leaf, array: jax.Array) -> Iterator[tuple[tuple[Range, ...], 
     local = sharding.shard_shape(shape)
     holders = sharding.devices_indices_map(shape)
     pieces = len({_ranges(index, shape) for index in holders.values()})
-    for start, block in _chunks(found, local, array.dtype.itemsize, _STAGE // pieces):
+    for start, block in _chunks(found, local, array.dtype.itemsize, (limit or _STAGE) // pieces):
         chunk = _cutting(sharding, block, several)(array, np.array(start, np.int32))
         whole = tuple(n * (s // l) for n, s, l in zip(block, shape, local))
         host = np.asarray(chunk.addressable_shards[0].data) if several else None

@@ -247,6 +247,12 @@ def packed_leaves(found: Leaf) -> tuple[Leaf, Leaf]:
     return codes, scales
 
 
+def held_leaves(found: Leaf) -> tuple[Leaf, Leaf]:
+    """Codes and scales of a bank of experts as a `PackedMX` holds them, in the parameter's order of axes."""
+    codes, scales = (one._replace(order=found.order) for one in packed_leaves(found))
+    return codes._replace(path=f"{found.path}.codes"), scales._replace(path=f"{found.path}.scales")
+
+
 def leaf(
     entry: Entry,
     shape: tuple[int, ...],

@@ -3,6 +3,8 @@
     loaded = load_pretrained("Kimi-K3")
     logits = loaded.model(tokens, router_bias=loaded.router_bias)
 
+MXFP4 experts are decoded, for training; with experts="packed" they stay codes, for inference.
+
 Each process reads the byte ranges that its devices hold, a few MiB at a time, and turns them into the parameter's
 layout on threads. On a CPU the pieces are written where the array will be; elsewhere they are collected in staging
 buffers that are copied into the device's shard. Either way the host holds at most `HOST_BYTES` besides its arrays.
@@ -19,7 +21,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ from k3jax.checkpoint.layout import (
     CheckpointFormatError,
     Leaf,
     abstract_model,
+    held_leaves,
     leaves,
     packed_leaves,
 )
@@ -42,6 +45,7 @@ from k3jax.checkpoint.safetensors_io import Range, Reader, covering
 from k3jax.checkpoint.store import from_paths, to_paths
 from k3jax.config import ConfigError
 from k3jax.model.k3 import K3
+from k3jax.model.quantize import pack_experts
 from k3jax.ops.mx import dequantize
 from k3jax.parallel.launch import together
 from k3jax.sharding import shardings
@@ -56,6 +60,7 @@ _LAST_SCALE = 252  # up to which every code is finite
 _LARGEST_CODE = {253: 5, 254: 3}  # 3 · 2^126 and 1.5 · 2^127
 _ROWS = 128  # rows that are transposed together: about a cache line of each fits the cache
 
+Experts = Literal["plain", "packed"]
 Progress = Callable[[int], None]
 Shards = dict[tuple[Range, ...], list[jax.Device]]
 
@@ -76,6 +81,7 @@ def load_pretrained(
     *,
     fsdp: bool = False,
     any_float: bool = False,
+    experts: Experts = "plain",
     progress: Progress | None = None,
     **overrides: Any,
 ) -> Pretrained:
@@ -87,27 +93,46 @@ def load_pretrained(
     Args:
         fsdp: parameters in their layout at rest, as `MeshConfig.fsdp`.
         any_float: see `preflight`.
+        experts: "packed" keeps MXFP4 experts as they are stored, codes and scales (`PackedMX`), a quarter of bfloat16;
+            no plain copy is made anywhere. For inference: there is no gradient.
         progress: called with numbers of bytes as they are read, from several threads.
         overrides: fields of `ModelConfig`, e.g. `param_dtype="float32"`; the dtypes are otherwise the checkpoint's.
 
     Raises:
-        CheckpointFormatError: see `preflight`; also NaN or infinite weights, and padding of `A_log` that is not zero.
+        CheckpointFormatError: see `preflight`; also NaN or infinite weights, padding of `A_log` that is not zero, and
+            plain experts that are asked for as "packed": codes would be other weights than the directory's.
         ConfigError: a parameter that the mesh cannot cut.
         LaunchError: another process failed.
     """
     with together("import weights"):
-        return _load(directory, fsdp, any_float, progress, overrides)
+        return _load(directory, fsdp, any_float, experts, progress, overrides)
 
 
 def _load(
-    directory: str | Path, fsdp: bool, any_float: bool, progress: Progress | None, overrides: dict[str, Any]
+    directory: str | Path,
+    fsdp: bool,
+    any_float: bool,
+    experts: Experts,
+    progress: Progress | None,
+    overrides: dict[str, Any],
 ) -> Pretrained:
+    if experts not in get_args(Experts):
+        raise ConfigError(f"experts must be one of {', '.join(map(repr, get_args(Experts)))}, got {experts!r}")
     checkpoint = preflight(directory, any_float=any_float)
     config = dataclasses.replace(checkpoint.config, **overrides)
     wanted = [one for one in checkpoint.leaves if config.vision is not None or not one.of_tower]
     if overrides and not _same_shapes(leaves(config, ""), wanted):
         raise CheckpointFormatError(f"{directory}: {overrides} changes the shapes of parameters")
     shapes: dict[str, Any] = {"params": abstract_model(config)}
+    if experts == "packed":
+        if not checkpoint.packed:
+            raise CheckpointFormatError(
+                f"{directory} holds plain experts, and quantising them would change the model; load them as they are "
+                'and export with experts="mxfp4" first, then load that directory with experts="packed"'
+            )
+        # the rule has no say in shapes
+        shapes["params"] = jax.eval_shape(partial(pack_experts, scale_rule="even"), shapes["params"])
+        wanted = [part for one in wanted for part in ([one] if one.experts is None else held_leaves(one))]
     shapes[ROUTER_BIAS] = jax.ShapeDtypeStruct((config.num_moe_layers, config.moe.num_experts), jnp.float32)
     mesh = jax.sharding.get_mesh()
     device = SingleDeviceSharding(jax.devices()[0])
@@ -120,7 +145,8 @@ def _load(
     with _Importer(checkpoint, progress) as importer:
         for found in wanted:
             path = found.path if found.path == ROUTER_BIAS else f"params.{found.path}"
-            begun.append((path, importer.begin(found, placed[path], abstract[path].dtype)))
+            decode = checkpoint.packed and experts == "plain" and found.experts is not None
+            begun.append((path, importer.begin(found, placed[path], abstract[path].dtype, decode=decode)))
             if len(begun) > 2:  # threads have work while one is put together
                 path, end = begun.popleft()
                 arrays[path] = end()
@@ -163,7 +189,7 @@ class _Part:
 
 class _Importer:
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
-        self._tensors, self._packed = checkpoint.tensors, checkpoint.packed
+        self._tensors = checkpoint.tensors
         self._progress = progress or (lambda _: None)
         self.reader = Reader()
         self._threads = ThreadPoolExecutor(_THREADS, "k3jax-import")
@@ -175,16 +201,18 @@ class _Importer:
         self._threads.shutdown(cancel_futures=True)
         self.reader.close()
 
-    def begin(self, found: Leaf, sharding: Any, dtype: Any) -> Callable[[], jax.Array]:
-        """Begins to read a parameter (or the router biases); what it returns ends that with an array of `sharding`."""
+    def begin(self, found: Leaf, sharding: Any, dtype: Any, *, decode: bool = False) -> Callable[[], jax.Array]:
+        """Begins to read a parameter (or the router biases); what it returns ends that with an array of `sharding`.
+
+        `decode`: the bank is MXFP4 in the file and an array of numbers here.
+        """
         shape = (*found.stack, *(found.held[axis] for axis in found.order))
         if found.template.endswith("A_log"):
             self._check_tails(found)
         local = sharding.shard_shape(shape)
         shards = _shards(sharding, shape)
-        packed = found.experts is not None and self._packed
         size = math.prod(local) * np.dtype(dtype).itemsize * len(shards)
-        if not packed and (size <= _STAGE or _in_place()):
+        if not decode and (size <= _STAGE or _in_place()):
             parts = {ranges: _Part(ranges, _empty(local, dtype)) for ranges in shards}
             futures = self._fill(found, parts)
 
@@ -193,7 +221,7 @@ class _Importer:
                 return jax.block_until_ready(_assemble(shape, sharding, shards, parts))
 
             return end
-        return partial(self._staged, found, packed, shape, sharding, dtype, shards)
+        return partial(self._staged, found, decode, shape, sharding, dtype, shards)
 
     def _staged(
         self, found: Leaf, packed: bool, shape: tuple[int, ...], sharding: Any, dtype: Any, shards: Shards

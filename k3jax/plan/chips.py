@@ -45,6 +45,7 @@ class Chip:
     domain: int
     network_gb_s: float
     efficiency: Efficiency
+    compute_capability: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -99,8 +100,10 @@ def _read(path: Path) -> dict[str, dict]:
 
 
 def _made[T](cls: type[T], table: str, values: dict) -> T:
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown, missing = sorted(set(values) - names), sorted(names - set(values))
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = {f.name for f in fields}
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+    unknown, missing = sorted(set(values) - names), sorted(needed - set(values))
     if unknown or missing:
         wrong = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
         raise ConfigError(f"chips: [{table}] has {' and '.join(wrong)}; its values are {', '.join(sorted(names))}")

@@ -19,7 +19,9 @@ import numpy as np
 from k3jax.config import ConfigError, MeshConfig, RunConfig
 from k3jax.plan.chips import Chip
 from k3jax.plan.hlo import Program, read_program
+from k3jax.plan.layout import leaves
 from k3jax.plan.report import GIB, Plan, on_mesh, plan
+from k3jax.plan.roofline import newton_schulz_flops
 from k3jax.sharding import make_mesh
 from k3jax.train.batch import abstract_batch
 from k3jax.train.optimizer import make_optimizer
@@ -58,7 +60,8 @@ class Compiled:
         for op in sorted(set(sent) | set(program.bytes)):
             note = f"MiB, {program.counts.get(op, 0):,} of them in the program"
             rows.append((op, sent.get(op, 0.0) / 2**20, program.bytes.get(op, 0) / 2**20, note))
-        model = self.plan.flops_per_device + self.plan.newton_schulz_flops
+        config = self.plan.config
+        model = self.plan.flops_per_device + newton_schulz_flops(leaves(config), config, self.plan.stages[0])
         rows.append(("products", model / 1e12, program.flops / 1e12, "TFLOP; the estimate counts no recomputation"))
         rows.append(("XLA's cost analysis", model / 1e12, self.xla_flops / 1e12, "TFLOP, each loop counted once"))
         head = [f"compiled in {self.seconds:.0f} s on {self.plan.devices} fake devices; numbers are of one device"]

@@ -41,11 +41,13 @@ KINDS = {
     "activations": "estimate",
     "bank": "estimate",
     "experts": "estimate",
+    "quantised": "estimate",
     "working": "estimate",
     "packing": "fitted",
 }
 """Kinds of bytes and how they are known. `balancing` are router biases; `bank` AttnRes blocks and their
-gradients; `experts` MoonEP's buffers."""
+gradients; `experts` MoonEP's buffers; `quantised` the routed experts that quantisation-aware training computes with,
+which live until the gradients are there."""
 
 PACKING = {"loops": 1.46, "unrolled": 1.15}
 """Bytes that XLA allocates for temporaries other than gradients over those alive at its peak, by `train.unroll`, in the
@@ -323,7 +325,11 @@ def _counts(model: ModelConfig, layers: Iterable[int]) -> Counter[LayerSpec]:
 def _rounded(leaves: list[Leaf], config: RunConfig, spec: LayerSpec, *, rest: bool = False) -> float:
     """Bytes of the weights of a layer in the dtype of products, in the layout of use (or at rest)."""
     a = jnp.dtype(config.model.dtype).itemsize
-    cuts = (cut(leaf, config.mesh) for leaf in leaves if leaf.kind == spec)
+    chosen = [leaf for leaf in leaves if leaf.kind == spec]
+    if config.model.moe.qat and (rest or not config.mesh.fsdp):
+        # banks are there (`_quantised`), but w1 and w3 are put side by side where they are used
+        chosen = [leaf for leaf in chosen if not (leaf.is_bank and (rest or leaf.tensor.endswith("w2")))]
+    cuts = (cut(leaf, config.mesh) for leaf in chosen)
     return a * sum(c.rest if rest else c.used for c in cuts)
 
 
@@ -341,6 +347,14 @@ def _weights_kept(leaves: list[Leaf], config: RunConfig, layers: Iterable[int], 
             return 0.0
     counts = _counts(model, layers)
     return sum(count * _rounded(leaves, config, spec, rest=rest) for spec, count in counts.items())
+
+
+def _quantised(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
+    """Routed experts on the MXFP4 grid, rounded once a step where they lie between steps."""
+    if config.model.moe.qat is None:
+        return 0.0
+    a = jnp.dtype(config.model.dtype).itemsize
+    return float(sum(a * stage.holds(leaf) * _stored(leaf, config.mesh) for leaf in leaves if leaf.is_bank))
 
 
 def _optimizer_transients(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
@@ -497,10 +511,13 @@ def predict_stage(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Memory
     if stage.last:
         at_loss = {"gradients": 0.0, "activations": kept, "bank": row * (rows * micro_batches + 4)}
         phases["loss"] = at_loss | {"experts": 0.0, "working": _loss(config) + bins}
+    quantised = _quantised(leaves, config, stage)
     gaps = PACKING["unrolled" if config.train.unroll else "loops"] - 1
     for phase, kinds in phases.items():
         # what waits between programs of a pipeline is packed by none
         packed = sum(kinds.values()) - kinds["gradients"] - (waiting + row * rows * micro_batches if flying else 0.0)
-        memory.phases[phase] = fixed | kinds | {"packing": 0.0 if phase == "optimizer" else gaps * packed}
+        rounded = 0.0 if phase == "optimizer" else quantised
+        late = {"quantised": rounded, "packing": 0.0 if phase == "optimizer" else gaps * packed}
+        memory.phases[phase] = fixed | kinds | late
     memory.details = {"MoonEP buffers": buffers, "live": {p: sum(k.values()) for p, k in phases.items()}}
     return memory

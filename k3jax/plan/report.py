@@ -49,7 +49,7 @@ class Plan:
     """Likewise."""
     time: Time
     newton_schulz_flops: float
-    """Of the device that has most."""
+    """Of the device that has most, as its chip computes them."""
 
     @property
     def devices(self) -> int:
@@ -206,7 +206,7 @@ def plan_checked(config: RunConfig, chip: Chip, virtual: int, parameters: list[L
     memories = [memory.predict_stage(parameters, config, stage) for stage in parts]
     sent = [traffic.collectives(parameters, config, stage, virtual) for stage in parts]
     time = roofline.step_time(parameters, config, parts, sent, chip, virtual)
-    muon = max(roofline.newton_schulz_flops(parameters, config, stage) for stage in parts)
+    muon = max(roofline.newton_schulz_flops(parameters, config, stage, chip) for stage in parts)
     return Plan(config, chip, virtual, parts, memories, sent, time, muon)
 
 

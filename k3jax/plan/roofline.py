@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import MeshConfig, ModelConfig, RunConfig
+from k3jax.ops import symmetric_product_gpu
 from k3jax.plan.chips import Chip
-from k3jax.plan.layout import Leaf, Stage, cut, kinds_of_layers, muon_blocks
+from k3jax.plan.layout import Blocks, Leaf, Stage, cut, kinds_of_layers, muon_blocks
 from k3jax.plan.memory import bank_rows, expert_rows, forwards_again, moe_layers_of, saved_tensors, shape_of
 from k3jax.plan.traffic import Collective
 from k3jax.sharding import AXES
@@ -107,17 +108,32 @@ def micro_batch_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Wor
     return Work(counts, weights + activations + mixes)
 
 
-def newton_schulz_flops(leaves: list[Leaf], config: RunConfig, stage: Stage) -> float:
-    """Of Muon on the blocks that a device owns: three products of rows² × columns in each iteration."""
+def newton_schulz_flops(leaves: list[Leaf], config: RunConfig, stage: Stage, chip: Chip | None = None) -> float:
+    """Of Muon on the blocks that a device owns; without a chip as XLA computes them, in full products."""
     groups = muon_blocks(leaves, config.mesh, stage)
-    once = sum(6.0 * g.share * min(g.rows, g.columns) ** 2 * max(g.rows, g.columns) for g in groups)
+    once = sum(g.share * _iteration_flops(g, config, chip) for g in groups)
     return once * config.optimizer.muon_ns_steps
 
 
-def optimizer_work(leaves: list[Leaf], config: RunConfig, stage: Stage) -> Work:
+def _iteration_flops(blocks: Blocks, config: RunConfig, chip: Chip | None) -> float:
+    """Of one iteration on one block, rows ≤ columns: three products of rows² × columns. Where the kernel runs, tiles on
+    and above the diagonal of the Gram matrix and of its polynomial, and one product."""
+    rows, columns = sorted((blocks.rows, blocks.columns))
+    muon = config.optimizer
+    hopper = chip is not None and chip.compute_capability == "9.0"
+    if not hopper or muon.muon_ns_implementation == "xla":
+        return 6.0 * rows**2 * columns
+    if symmetric_product_gpu.why_not(rows, columns, muon.muon_ns_dtype):
+        return 6.0 * rows**2 * columns
+    tile = symmetric_product_gpu.TILE
+    symmetric = rows * (rows + tile) // 2
+    return 2.0 * (symmetric * columns + symmetric * rows + rows**2 * columns)
+
+
+def optimizer_work(leaves: list[Leaf], config: RunConfig, stage: Stage, chip: Chip) -> Work:
     """Newton-Schulz, and passes over gradients, states and parameters at rest."""
     held = sum(stage.holds(leaf) * cut(leaf, config.mesh).rest * leaf.itemsize for leaf in leaves)
-    return Work({"matmul": newton_schulz_flops(leaves, config, stage)}, 6.0 * held)
+    return Work({"matmul": newton_schulz_flops(leaves, config, stage, chip)}, 6.0 * held)
 
 
 @functools.cache
@@ -180,7 +196,7 @@ def step_time(
             times = [(c, seconds(c, mesh, chip, ideal=ideal)) for c in found]
             once = sum(t for c, t in times if c.what in ONCE)
             often = sum(t for c, t in times if c.what not in ONCE) / M
-            update = optimizer_work(leaves, config, stage).seconds(chip, ideal=ideal)
+            update = optimizer_work(leaves, config, stage, chip).seconds(chip, ideal=ideal)
             if ideal:
                 total = rounds * max(compute, often) + max(update, once)
             else:

@@ -1,6 +1,7 @@
 """Imports a directory and exports it again, as one of several processes: `exchange_driver.py SOURCE OUT PLAN`.
 
-PLAN "nan" spoils the last norm before the export. Prints the bytes that this process read as JSON.
+PLAN "nan" spoils the last norm before the export, "packed" keeps experts as codes. Prints the bytes that this process
+read as JSON.
 """
 
 import json
@@ -30,7 +31,7 @@ def note(reader):
 load.Reader.close = note
 export._STAGE = 64 << 10
 with jax.set_mesh(make_mesh(MeshConfig(expert=4, fsdp=True))):
-    loaded = load.load_pretrained(source, fsdp=True)
+    loaded = load.load_pretrained(source, fsdp=True, experts="packed" if plan == "packed" else "plain")
     norm = loaded.model.final_norm
     if plan == "nan":
         norm[...] = jax.jit(lambda a: a * jnp.nan)(norm[...])

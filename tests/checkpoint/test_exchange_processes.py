@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from released import TINY, assert_same_tensors, read
+from released import PACKED, TINY, assert_same_tensors, read
 
 ROOT = Path(__file__).parents[2]
 
 
-def exchange(out: Path, plan: str = "") -> list[dict]:
+def exchange(out: Path, plan: str = "", source: Path = TINY) -> list[dict]:
     """What each of two processes with two devices printed."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -21,7 +21,7 @@ def exchange(out: Path, plan: str = "") -> list[dict]:
     common = os.environ | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    command = [sys.executable, str(Path(__file__).with_name("exchange_driver.py")), str(TINY), str(out), plan]
+    command = [sys.executable, str(Path(__file__).with_name("exchange_driver.py")), str(source), str(out), plan]
     processes = [
         subprocess.Popen(
             command,
@@ -43,10 +43,11 @@ def exchange(out: Path, plan: str = "") -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_processes_read_their_share_and_write_one_directory(tmp_path):
-    first, second = exchange(tmp_path / "x")
+@pytest.mark.parametrize(("plan", "source"), [("", TINY), ("packed", PACKED)], ids=["plain", "packed"])
+def test_two_processes_read_their_share_and_write_one_directory(tmp_path, plan, source):
+    first, second = exchange(tmp_path / "x", plan, source)
     assert (first["error"], second["error"]) == ("", "")
-    tensors = read(TINY)
+    tensors = read(source)
     assert_same_tensors(read(tmp_path / "x"), tensors)
     experts = sum(value.nbytes for name, value in tensors.items() if ".experts." in name)
     others = sum(value.nbytes for value in tensors.values()) - experts

@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from released import LM, PACKED, assert_same_tensors, changed, read, values_of
+from released import LM, PACKED, TINY, assert_same_tensors, changed, read, values_of
 
 import k3jax
 from k3jax.checkpoint import export, load
@@ -17,7 +17,8 @@ from k3jax.checkpoint.load import load_pretrained
 from k3jax.checkpoint.preflight import preflight
 from k3jax.config import MeshConfig
 from k3jax.model.quantize import pack_experts
-from k3jax.sharding import make_mesh
+from k3jax.ops.mx import PackedMX
+from k3jax.sharding import make_mesh, shardings
 
 GOLDEN = PACKED.parent
 EXPERT = LM + "model.layers.{}.block_sparse_moe.experts.{}.{}"
@@ -197,6 +198,142 @@ def test_experts_that_are_held_as_codes_are_exported(tmp_path, packed, mesh):
     plain = read(tmp_path / "plain")
     for name, value in experts_of(read(PACKED)).items():
         np.testing.assert_array_equal(plain[name].astype(np.float32), value)
+
+
+def banks_of(model) -> dict[str, PackedMX | jax.Array]:
+    return {
+        f"{layer}.{w}": getattr(model.layer(layer).ffn, w).get_value()
+        for layer in range(1, 9)
+        for w in ("w1", "w2", "w3")
+    }
+
+
+def assert_same_codes(model, tensors) -> None:
+    for name, bank in banks_of(model).items():
+        layer, w = name.split(".")
+        assert isinstance(bank, PackedMX)
+        for expert in range(bank.shape[0]):
+            stem = EXPERT.format(layer, expert, w) + ".weight"
+            np.testing.assert_array_equal(np.asarray(bank.codes)[expert].T, tensors[stem + "_packed"])
+            np.testing.assert_array_equal(np.asarray(bank.scales)[expert].T, tensors[stem + "_scale"])
+
+
+MESHES = {
+    "one device": None,
+    "expert 8": MeshConfig(expert=8),
+    "data 2, expert 4, fsdp": MeshConfig(data=2, expert=4, fsdp=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "staged"),
+    [
+        ("one device", False),
+        ("expert 8", False),
+        ("data 2, expert 4, fsdp", True),
+        pytest.param("one device", True, marks=pytest.mark.slow),
+        pytest.param("expert 8", True, marks=pytest.mark.slow),
+        pytest.param("data 2, expert 4, fsdp", False, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_stay_codes_from_file_to_file(monkeypatch, tmp_path, mesh, staged):
+    """Byte for byte, also as on devices that have memory of their own; nothing is ever decoded."""
+
+    def never(*_, **__):
+        raise AssertionError("a plain copy")
+
+    made = []
+    monkeypatch.setattr(load, "dequantize", never)
+    monkeypatch.setattr(export, "dequantize", never)
+    monkeypatch.setattr(
+        load, "_empty", lambda shape, dtype, make=load._empty: made.append(make(shape, dtype)) or made[-1]
+    )
+    if staged:
+        for module in (load, export):
+            monkeypatch.setattr(module, "_in_place", lambda: False)
+            monkeypatch.setattr(module, "_STAGE", 64 << 10)
+    config = MESHES[mesh]
+    with jax.set_mesh(make_mesh(config)) if config else contextlib.nullcontext():
+        fsdp = bool(config and config.fsdp)
+        got = load_pretrained(PACKED, experts="packed", fsdp=fsdp)
+        assert_same_codes(got.model, read(PACKED))
+        if config:
+            places = shardings(got.model, jax.sharding.get_mesh(), at_rest=fsdp)
+            assert [x.sharding for x in jax.tree.leaves(got.model)] == jax.tree.leaves(places)
+        k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=PACKED)
+        k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "y", experts="mxfp4")
+    assert_same_tensors(read(tmp_path / "x"), read(PACKED))
+    experts = {name: value for name, value in read(PACKED).items() if name.endswith(("_packed", "_scale"))}
+    assert_same_tensors({name: value for name, value in read(tmp_path / "y").items() if name in experts}, experts)
+    if not staged:
+        numbers = sum(np.prod(bank.shape) for bank in banks_of(got.model).values())
+        assert sum(a.nbytes for a in made if a.dtype == np.uint8) == numbers * 17 // 32  # 4.25 bits each
+
+
+def test_a_device_holds_a_quarter_of_bfloat16():
+    with jax.set_mesh(make_mesh(MeshConfig(expert=8))):
+        plain, codes = (load_pretrained(PACKED, experts=experts).model for experts in ("plain", "packed"))
+
+    def held(model):
+        found = {device: 0 for device in jax.devices()}
+        for segment in model.segments:
+            for run in segment.runs:
+                for w in ("w1", "w2", "w3"):
+                    for array in jax.tree.leaves(getattr(run.ffn, w)) if hasattr(run.ffn, w) else ():
+                        for shard in array.addressable_shards:
+                            found[shard.device] += shard.data.nbytes
+        return np.array(list(found.values()))
+
+    np.testing.assert_array_equal(held(codes) / held(plain), 4.25 / 16)
+
+
+SLOW_ON_MESHES = [pytest.param(name, marks=pytest.mark.slow) if mesh else name for name, mesh in MESHES.items()]
+
+
+@pytest.mark.parametrize("mesh", SLOW_ON_MESHES)
+def test_codes_compute_what_their_numbers_do(golden_logits, mesh):
+    """To the bit in float32: both multiply the same numbers in the same order. With XLA's optimisations off, as
+    elsewhere in these tests, they are 2e-5 apart on a mesh."""
+    config = MESHES[mesh]
+    tokens = np.resize(golden_logits["in.input_ids"], (8, 16))
+    with jax.set_mesh(make_mesh(config)) if config else contextlib.nullcontext():
+        fsdp = bool(config and config.fsdp)
+        plain, codes = (load_pretrained(PACKED, experts=e, fsdp=fsdp, **FLOATS) for e in ("plain", "packed"))
+        if config:
+            tokens = jax.device_put(tokens, jax.P(("data", "expert")))
+        optimised = {"xla_backend_optimization_level": 3} if config else None
+        run = jax.jit(lambda model, bias: model(tokens, router_bias=bias), compiler_options=optimised)
+        np.testing.assert_array_equal(run(codes.model, codes.router_bias), run(plain.model, plain.router_bias))
+
+
+def test_plain_experts_are_not_quantised_on_the_way():
+    with pytest.raises(
+        CheckpointFormatError, match=r"tiny_k3 holds plain experts.*export with experts=\"mxfp4\" first"
+    ):
+        load_pretrained(TINY, experts="packed")
+
+
+def test_codes_take_the_scales_of_like_where_they_are_exact(tmp_path):
+    """Codes of our rule, and a source whose groups that reach 3 at most have twice the scale."""
+
+    def change(tensors):
+        name = EXPERT.format(3, 5, "w1") + ".weight_packed"
+        codes = tensors[name] = tensors[name].copy()
+        codes[:] = np.where(np.arange(16) % 2, 0x25, 0xD1)
+
+    source = changed(PACKED, tmp_path / "source", change)
+    packed = pack_experts(load_pretrained(source).model, "even")
+    first = load_pretrained(source, experts="packed")
+    assert (np.asarray(banks_of(packed)["3.w1"].scales)[5] < np.asarray(banks_of(first.model)["3.w1"].scales)[5]).all()
+    k3jax.export_pretrained(packed, first.router_bias, tmp_path / "x", like=source)
+    assert_same_tensors(read(tmp_path / "x"), read(source))
+    w1 = next(
+        run.ffn.w1 for segment in first.model.segments for run in segment.runs if hasattr(run.ffn, "w1")
+    )  # the first expert of the first MoE layer
+    bank = w1.get_value()
+    w1.set_value(dataclasses.replace(bank, scales=bank.scales.at[0, 0, 0, 0].set(255)))
+    with pytest.raises(CheckpointFormatError, match="holds NaN"):
+        k3jax.export_pretrained(first.model, first.router_bias, tmp_path / "y", like=source)
 
 
 def test_experts_whose_inputs_are_no_groups_are_not_packed(tmp_path):

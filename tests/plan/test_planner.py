@@ -14,7 +14,7 @@ from k3jax.config import ConfigError, DataConfig, MeshConfig, RunConfig, TrainCo
 from k3jax.plan import plan, predict, search, sizes
 from k3jax.plan.__main__ import main, parse_mesh
 from k3jax.plan.chips import chip, load_chips
-from k3jax.plan.layout import Work, refusals, stages, units
+from k3jax.plan.layout import Work, leaves, muon_blocks, refusals, stages, units
 from k3jax.plan.memory import in_flight
 from k3jax.plan.roofline import group_ranks
 from k3jax.plan.traffic import rows_between
@@ -109,7 +109,46 @@ def test_operations_are_those_of_mfu():
     assert result.mfu == pytest.approx(
         flops.mfu(tokens / result.time.predicted, result.flops_per_token, flops.Peak(4096 * 989.4e12, ""))
     )
-    assert plan(proxy_config()).newton_schulz_flops == pytest.approx(40e12, rel=0.02)
+
+
+def test_newton_schulz_takes_half_of_symmetric_products_where_the_kernel_runs():
+    config = proxy_config()
+
+    def flops_on(chip, **optimizer):
+        changed = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+        return plan(changed, chip=chip).newton_schulz_flops
+
+    full = flops_on("B200")
+    assert full == pytest.approx(40e12, rel=0.02)
+    assert full == flops_on("H200", muon_ns_implementation="xla") == flops_on("H200", muon_ns_dtype="float32")
+    expected = 0.0
+    for blocks in muon_blocks(leaves(config), config.mesh, stages(config.model, 1)[0]):
+        rows, columns = sorted((blocks.rows, blocks.columns))
+        tiles = rows // 128 * (rows // 128 + 1) // 2
+        taken = rows % 128 == columns % 128 == 0 and rows >= 256
+        one = 2 * tiles * 128**2 * (rows + columns) + 2 * rows**2 * columns if taken else 6 * rows**2 * columns
+        expected += 5 * blocks.count * one
+    assert flops_on("H200") == expected == pytest.approx(0.72 * full, rel=0.03)  # 6 × 6 tiles: 21 of 36
+    assert (
+        plan(config, chip="H200").time.optimizer
+        < plan(config, chip=dataclasses.replace(chip("H200"), compute_capability="")).time.optimizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share"), [(MeshConfig(), 1), (MeshConfig(expert=4), 4), (MeshConfig(data=2, expert=2, fsdp=True), 4)]
+)
+def test_quantised_experts_are_held_beside_their_masters(mesh, share):
+    config = dataclasses.replace(proxy_config(), data=dataclasses.replace(proxy_config().data, batch_size=8))
+    model = dataclasses.replace(config.model, moe=dataclasses.replace(config.model.moe, qat="w4"))
+    plain = plan(config, mesh).memory.phases
+    found = plan(dataclasses.replace(config, model=model), mesh).memory.phases
+    banks = flops.parameter_counts(model).by_mechanism["routed_experts"]
+    for phase, kinds in found.items():
+        assert kinds["quantised"] == (0 if phase == "optimizer" else 2 * banks / share)
+        assert plain[phase]["quantised"] == 0
+        assert kinds["parameters"] == plain[phase]["parameters"]
+    assert found["optimizer"] == plain["optimizer"]
 
 
 def test_the_whole_model_is_planned_in_seconds_and_says_what_is_an_estimate():
