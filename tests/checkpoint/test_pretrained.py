@@ -106,6 +106,20 @@ def test_untouched_export_has_the_same_bytes(tmp_path):
     assert all(file.stat().st_size < 500_000 for file in files)
 
 
+def test_without_its_tower_a_model_is_one_of_text_and_its_export_has_the_tower_of_the_source(tmp_path):
+    got = load_pretrained(TINY, vision=None)
+    assert not hasattr(got.model, "vision")
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", like=TINY)
+    assert_same_tensors(read(tmp_path / "x"), read(TINY))
+
+
+def test_a_tower_without_a_source_is_exported_with_its_configuration(tmp_path):
+    got = load_pretrained(TINY)
+    k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", dtype="float32")
+    assert_same_tensors(read(tmp_path / "x"), read(TINY))
+    assert preflight(tmp_path / "x").config == preflight(TINY).config
+
+
 def test_export_without_a_source_has_the_releases_names_dtypes_and_padding(small, tmp_path):
     model, bias = small
     k3jax.export_pretrained(model, bias, tmp_path / "x")
