@@ -4,8 +4,10 @@ The digits are the 1,797 of scikit-learn (8 × 8 pixels, UCI "Optical Recognitio
 16 × 16, dark on light, each moved by up to a pixel. Document i is a line of 1 to 4 of them drawn by a hash of i. Every
 fifth digit image is kept for held-out documents, so these show no image that training does.
 
-    >>> DigitDocuments().content(0, vision, budget=None)
-    [Item(...), '407']
+    >>> from k3jax.config import moonvit
+    >>> image, text = DigitDocuments().content(0, moonvit(), budget=None)
+    >>> text
+    '15'
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 Sizes follow the released processor and never grow. It leaves the filter of the resize open: bicubic here, as in K2.5's.
 
+    item = open_item("photo.jpg", "photo.jpg", moonvit())  # item.grid is (1, 36, 46) for 640 × 480 pixels
+    ids = prompt(item, tokenizer, merge=2)                 # with <|media_pad|> once for each of item.features(2) = 414
+
     >>> from k3jax.config import moonvit
-    >>> item = open_item("photo.jpg", "photo.jpg", moonvit())  # 640 × 480 pixels
-    >>> item.grid, item.features(merge=2), prompt(item, tokenizer, merge=2).count(media_pad)
-    ((1, 36, 46), 414, 414)
+    >>> padded_grid(640, 480, moonvit())
+    (36, 46)
 
 Legend: t frames, h w rows and columns of patches, p pixels of a patch's side, H W pixels.
 """

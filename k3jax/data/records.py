@@ -11,9 +11,8 @@ A source is a folder (read recursively), a file or a glob of these, or "digits" 
 Each `<image>` in a text stands for the next image or video; without one they come first. Only the index is kept in
 memory; texts are checked when the source is opened, images when they are read.
 
-    >>> documents = open_image_documents(ImagesConfig(source="pictures/"))
-    >>> documents.content(0, moonvit(), budget=1024)
-    ['a ', Item(...), ' and a ', Item(...)]
+    documents = open_image_documents(ImagesConfig(source="pictures/"))
+    documents.content(0, moonvit(), budget=1024)  # ['a ', Item(…), ' and a ', Item(…)]
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@
     >>> from k3jax.plan import plan
     >>> from k3jax.train.config_file import load_config
     >>> result = plan(load_config("configs/proxy.py"), MeshConfig(data=2), chip="H200")
-    >>> result.memory.peak, result.time.predicted
-    >>> print(result)
+    >>> result.devices, result.fits
+    (2, True)
+
+`print(result)` shows all of it; `result.memory.peak` and `result.time.predicted` are bytes and seconds.
 
 No device is touched and nothing is allocated. What is exact and what is an estimate is said with every row.
 """

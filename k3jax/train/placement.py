@@ -1,7 +1,7 @@
 """Where every array of a training state lies: spec and bytes a device, by tensor.
 
->>> rows = placements(abstract_state(config, optimizer, mesh, fsdp=True))
->>> print("\\n".join(placement_lines(rows)))
+rows = placements(abstract_state(config, optimizer, mesh, fsdp=True))
+print(*placement_lines(rows), sep="\\n")
 """
 
 from __future__ import annotations
