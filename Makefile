@@ -5,12 +5,13 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train sample test test-oldest test-all lint format types notebooks tokenizer clean
+.PHONY: help venv train sample test test-oldest test-all lint format types notebooks docs docs-serve tokenizer clean
 
 help:
 	@echo "make train     train the nano K3 on Python's own source files and sample from it (ARGS='--train.steps 100')"
@@ -18,6 +19,7 @@ help:
 	@echo "make test      lint, types, tests and notebooks, under 15 minutes on 2 cores"
 	@echo "make test-oldest  the kernels again, on the oldest jax that pyproject.toml admits, under 3 minutes"
 	@echo "make test-all  the same with soaks and training acceptances"
+	@echo "make docs      the documentation, built into site/ (make docs-serve shows it while you write)"
 	@echo "make lint | format | types | notebooks | clean"
 
 venv: $(STAMP)
@@ -72,5 +74,17 @@ test-all: lint types
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+# warnings are errors, and a page that loads anything from another host is one too
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' --include='*.html' site
+
+docs-serve: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) site .cache .pytest_cache .ruff_cache
