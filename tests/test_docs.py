@@ -52,6 +52,15 @@ def test_what_a_page_names_exists(page: Path):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_rows_of_a_table_have_as_many_cells(page: Path):
+    """A bar inside a cell, also in code, would begin another one."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    for above, line in zip(lines, lines[1:]):
+        if above.startswith("|") and line.startswith("|"):
+            assert line.count("|") == above.count("|"), line
+
+
 @pytest.mark.parametrize("name", ["train.publish.experts", "model.vision.norm_eps", "launch.timeout"])
 def test_fields_are_found(name: str):
     assert is_field(name)
