@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 import typing
 from pathlib import Path
@@ -21,6 +22,7 @@ FIELD = re.compile(rf"(?:{'|'.join(GROUPS)})(?:\.\w+)+")
 OPTION = re.compile(rf"--((?:{'|'.join(GROUPS)})\.[\w.-]+)")
 
 
+@functools.cache
 def names_of_tests() -> set[str]:
     files = list((ROOT / "tests").rglob("*.py"))
     nodes = (node for path in files for node in ast.parse(path.read_text()).body)
