@@ -12,7 +12,7 @@ import pytest
 from k3jax.config import LaunchConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("k3jax", "tests", "configs", "benchmarks", "notebooks", "docs")
 GROUPS = ("model", "data", "mesh", "optimizer", "train", "launch")
 
