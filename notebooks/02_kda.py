@@ -41,8 +41,8 @@ jax.config.update("jax_enable_x64", True)  # to compare with the op in float64
 plt.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 # %% [markdown]
-# **Change this cell to try something else**, then run all. `HALF_LIVES` are those of the shortest and the longest channel
-# of the head, in tokens; the others are spread evenly between their logarithms.
+# **Change this cell to try something else**, then run all. `HALF_LIVES` are those of the shortest and the longest
+# channel of the head, in tokens; the others are spread evenly between their logarithms.
 
 # %%
 T, K, V = 256, 32, 32
@@ -147,9 +147,9 @@ assert read_error(orthogonal[:8], True).max() < 1e-12
 # %% [markdown]
 # ## 3 · Forgetting
 #
-# Each channel keeps $e^{g}$ of itself at every token. K3 bounds the gate, $g = -5\,\sigma(e^{A}(z + \delta))$, so a token
-# leaves at least $e^{-5}$ = 0.7 %; Kimi Linear's softplus gate has no bound. On the right is what is left of a write
-# after some tokens: short channels hold the last words, long ones hold the document.
+# Each channel keeps $e^{g}$ of itself at every token. K3 bounds the gate, $g = -5\,\sigma(e^{A}(z + \delta))$, so a
+# token leaves at least $e^{-5}$ = 0.7 %; Kimi Linear's softplus gate has no bound. On the right is what is left of a
+# write after some tokens: short channels hold the last words, long ones hold the document.
 
 # %%
 z = np.linspace(-12, 6, 300)
@@ -208,15 +208,15 @@ plt.show()
 # %% [markdown]
 # ## 4 · The chunkwise form
 #
-# A loop over tokens keeps no GPU busy. In a chunk of C tokens with incoming state $S$, let $G_i$ be the sum of $g$ up to
-# token $i$, and $v'_i$ what token $i$ writes: β times its bracket in the recurrence. It depends on the earlier ones of
-# the chunk, through the keys and the decay between them:
+# A loop over tokens keeps no GPU busy. In a chunk of C tokens with incoming state $S$, let $G_i$ be the sum of $g$ up
+# to token $i$, and $v'_i$ what token $i$ writes: β times its bracket in the recurrence. It depends on the earlier ones
+# of the chunk, through the keys and the decay between them:
 #
 # $$ v'_i = \beta_i\Big(v_i - S^\top (k_i e^{G_i}) - \sum_{j<i} \langle k_i e^{G_i - G_j}, k_j\rangle\, v'_j\Big) $$
 #
-# That is a triangular system, $(I + M)\, V' = \mathrm{Diag}(\beta)\,(V - (K e^G) S)$, with
-# $M_{ij} = \beta_i \langle k_i e^{G_i-G_j}, k_j \rangle$ below the diagonal. Its inverse does not contain $S$, so
-# everything but the last three lines is computed for all chunks at once.
+# That is a triangular system, $(I + M)\, V' = \mathrm{Diag}(\beta)\,(V - (K e^G) S)$, with $M_{ij} = \beta_i \langle
+# k_i e^{G_i-G_j}, k_j \rangle$ below the diagonal. Its inverse does not contain $S$, so everything but the last three
+# lines is computed for all chunks at once.
 
 
 # %%
@@ -269,9 +269,9 @@ plt.show()
 #
 # `scores` above forms a [C, C, K] array. To be matrix products, $e^{G_i - G_j}$ has to be split around an anchor $a$,
 # into $(x_i e^{G_i - G_a})(k_j e^{G_a - G_j})$. Anchored at the start of the chunk, the second factor grows as
-# $e^{-G_j}$: at the bound −5, to $e^{315}$ at the last of 64 tokens, and float32 ends at $e^{88.7}$. k3jax anchors pairs
-# of different 16-token tiles at the start of the later one (no exponent above 0), and those of one tile at its first
-# token: 15 steps of −5 are $e^{75}$. Bound and tile go together; without a bound no tile is small enough.
+# $e^{-G_j}$: at the bound −5, to $e^{315}$ at the last of 64 tokens, and float32 ends at $e^{88.7}$. k3jax anchors
+# pairs of different 16-token tiles at the start of the later one (no exponent above 0), and those of one tile at its
+# first token: 15 steps of −5 are $e^{75}$. Bound and tile go together; without a bound no tile is small enough.
 
 
 # %%
