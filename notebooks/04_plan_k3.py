@@ -49,7 +49,7 @@ GIB = 2**30
 # %% [markdown]
 # **Change this cell to try something else**, then run all. Chips: H100, H200, B200, GB200. The batch is in sequences of
 # 8,192 tokens (the report does not give that of K3's training). A mesh that cannot be honoured is refused with what
-# would be legal: try `expert=48`.
+# would be legal: try `expert=256`.
 
 # %%
 CHIP = "H200"
@@ -185,8 +185,8 @@ def turn(name: str, mesh: MeshConfig = MESH, **options) -> None:
 
 
 ranks = MESH.data * MESH.expert
-for expert in (16, 32, 64, 128):
-    turn(f"expert {expert}", dataclasses.replace(MESH, data=max(1, ranks // expert), expert=expert))
+for expert in (e for e in (16, 32, 64, 128) if ranks % e == 0):
+    turn(f"expert {expert}", dataclasses.replace(MESH, data=ranks // expert, expert=expert))
 for preset in ("none", "products", "sublayer", "layer", "block"):
     turn(f"remat {preset}", remat=preset)
 for stages in (1, 2, 3):
