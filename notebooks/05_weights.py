@@ -151,7 +151,7 @@ example = weights[0]
 limit = np.abs(example).max()
 image = axes[2].imshow(example[:64, :64], cmap="RdBu", vmin=-limit, vmax=limit)
 axes[2].set(title="a matrix", xlabel="input", ylabel="output")
-fig.colorbar(image, ax=axes[2])
+fig.colorbar(image, ax=axes[2], label="weight")
 plt.show()
 
 # %% [markdown]
