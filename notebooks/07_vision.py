@@ -302,7 +302,10 @@ text_data = open_data(config.data, model_config.vocab_size, vision)
 history = []
 with jax.set_mesh(mesh):
     state = create_state(model_config, optimizer.transform, mesh, 0)
-    step = jax.jit(make_train_step(config, optimizer, text_data.tokenizer.token_bytes), donate_argnums=0)
+    step = make_train_step(config, optimizer, text_data.tokenizer.token_bytes)
+    # on a CPU, optimising the code takes longer than a hundred steps gain by it
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    step = jax.jit(step, donate_argnums=0, compiler_options=quick)
     rows = patch_rows(config, mesh, media)
     with text_data.train_loader() as loader:
         for number in range(STEPS + 1):
