@@ -220,8 +220,10 @@ class PipelineTrainer:
         self._load(states, batches, train=False)
         executor = Executor(self.layout, self.passes, [rank.residual.sharding for rank in self.ranks])
         scores = [self.chunks[-1].score(m, *executor.run_forward(m)) for m in range(len(batches[0]))]
-        for part in (*self.chunks, *filter(None, [self.towers])):
-            part.unload()
+        for chunk in self.chunks:
+            chunk.unload()
+        if self.towers is not None:
+            self.towers.clear()
         return {name: np.sum([jax.device_get(score[name]) for score in scores], axis=0) for name in scores[0]}
 
     def _load(self, states: RankStates, batches: RankBatches, *, train: bool) -> None:

@@ -141,8 +141,12 @@ class Towers:
         total = self._sums.pop(0) if 0 in self._sums else first.programs["zeros"]()
         for sums in self._sums.values():
             total = first.programs["add"](total, send(sums, first.rests))
-        del self._home, self._batch, self._vision, self._features, self._sums
+        self.clear()
         return total
+
+    def clear(self) -> None:
+        """Lets go of what was loaded."""
+        del self._home, self._batch, self._vision, self._features, self._sums
 
     def memory(self) -> list[dict[str, int]]:
         """For each rank with a tower bytes on one of its devices: copies of parameters, sums of gradients and features;

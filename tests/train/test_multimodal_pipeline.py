@@ -11,7 +11,7 @@ from micro import TOKEN_BYTES, spread
 from test_multimodal_step import MEDIA, batch_with_images, config_on
 from test_sharded_step import assert_same_step
 
-from k3jax.config import MeshConfig, RunConfig
+from k3jax.config import ImagesConfig, MeshConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train.batch import patch_rows, place_batch
 from k3jax.train.optimizer import make_optimizer
@@ -87,8 +87,58 @@ def programs(trainer: PipelineTrainer) -> list[set[str]]:
 
 
 def test_a_pipeline_takes_the_multimodal_step_of_one_device(x64):
-    """Four micro-batches: one row of patches, none, two, one."""
+    """Four micro-batches, the second one of text."""
     config = config_of(MeshConfig(pipe=2), 2, accumulation=4)
     with jax.set_mesh(make_mesh(config.mesh)):
         trainer = trainer_of(config)
         check(trainer, "mixed")
+    homes = [[m for m, part in enumerate(batch) if "patches" in part] for batch in trainer.place(batch_of("mixed"))]
+    assert homes == [[0, 3], [2]]
+    assert "the tower runs on ranks 0 to 1" in trainer.describe()[1]
+
+
+CASES: dict[str, tuple[MeshConfig, int, dict[str, Any]]] = {
+    "pipe=2, data=2, fsdp": (MeshConfig(pipe=2, data=2, fsdp=True), 2, {"accumulation": 4}),
+    "pipe=2, context=2": (MeshConfig(pipe=2, context=2), 2, {"accumulation": 2}),
+    "pipe=4": (MeshConfig(pipe=4), 4, {"accumulation": 8, "remat": "none"}),
+    "pipe=2, virtual=2": (MeshConfig(pipe=2, virtual=2), 4, {"accumulation": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_pipeline_takes_the_multimodal_step_of_one_device(x64, name):
+    mesh, layers, train = CASES[name]
+    config = config_of(mesh, layers, **train)
+    with jax.set_mesh(make_mesh(mesh)):
+        check(trainer_of(config), "mixed")
+
+
+@pytest.mark.slow
+def test_rows_of_patches_are_compiled_for_when_they_occur(x64):
+    config = config_of(MeshConfig(pipe=2), 2, accumulation=4)
+    images = dataclasses.replace(config.data.images, patches=16)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
+    passes, sums = {"forward/1", "backward/1"}, {"zeros", "add"}
+    chunk = {"zeros", "forward", "backward"} | passes
+    with jax.set_mesh(make_mesh(config.mesh)):
+        trainer = trainer_of(config)
+        for name in ("none", "one"):
+            check(trainer, name)
+            assert programs(trainer) == [chunk, passes | sums, passes | sums]
+        check(trainer, "mixed")  # 16, 0, 28 and 24 patches
+    more = {"forward/2", "backward/2"}
+    assert programs(trainer) == [chunk | more, passes | sums | more, passes | sums | more]
+    assert [rank["tower"] > 0 for rank in trainer.memory()] == [True, True]
+
+
+def test_a_run_of_text_has_no_program_for_images(x64):
+    config = config_of(MeshConfig(pipe=2), 2, accumulation=4)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, images=ImagesConfig()))
+    with jax.set_mesh(make_mesh(config.mesh)):
+        mesh = jax.sharding.get_mesh()
+        trainer = PipelineTrainer(config, mesh, TOKEN_BYTES, patch_rows(config, mesh, MEDIA))
+        lowered = [set(chunk.lower()) for chunk in trainer.chunks]
+    assert trainer.towers is None
+    assert trainer.passes == trainer.chunks
+    assert lowered == [{"zeros", "backward", "forward"}, {"zeros", "backward", "score"}]
