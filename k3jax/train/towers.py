@@ -75,7 +75,13 @@ class Towers:
 
     def lower(self) -> list[tuple[dict[str, Any], str, Any]]:
         """(where it goes, its name, the program) for the usual number of rows."""
-        return [(tower.programs, name, program) for tower in self.ranks for name, program in tower.lower().items()]
+        first = self.ranks[0]
+        with jax.set_mesh(first.mesh):
+            add = jax.jit(_add, donate_argnums=0).lower(first.grads, first.grads)
+        of_ranks = ((tower, tower.lower()) for tower in self.ranks)
+        return [(first.programs, "add", add)] + [
+            (tower.programs, name, program) for tower, lowered in of_ranks for name, program in lowered.items()
+        ]
 
     def place(self, batch: dict[str, Any], placed: Sequence[Sequence[Batch]]) -> None:
         """Adds the images of a host batch [M·B, T] to the micro-batches `placed` of the ranks: patches where the tower
@@ -205,12 +211,10 @@ class _Tower:
     def lower(self) -> dict[str, Any]:
         """The programs for the usual number of rows."""
         with jax.set_mesh(self.mesh):
-            sums = {
-                "zeros": jax.jit(self._zeros).lower(),
-                "add": jax.jit(_add, donate_argnums=0).lower(self.grads, self.grads),
-            }
+            zeros = jax.jit(self._zeros).lower()
         usual = self.images.usual
-        return sums | {pass_name(kind, usual): self.lower_pass(kind, usual) for kind in ("forward", "backward")}
+        passes = {pass_name(kind, usual): self.lower_pass(kind, usual) for kind in ("forward", "backward")}
+        return passes | {"zeros": zeros}
 
     def lower_pass(self, kind: str, rows: int) -> Any:
         """A pass over so many rows of patches."""
