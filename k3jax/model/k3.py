@@ -117,14 +117,12 @@ class Stage(nnx.Module):
         tokens_BT: jax.Array,
         images: Images | None = None,
         *,
-        features: jax.Array | None = None,
         split: bool = True,
         remat: bool = False,
     ) -> jax.Array:
         """What the first layer starts from, [B, T, D] in the compute dtype.
 
         Args:
-            features: what the tower made of the images before; None: it runs here.
             split: as of `embed_lookup`.
             remat: of the tower.
 
@@ -136,9 +134,8 @@ class Stage(nnx.Module):
             return x
         if self.config.vision is None:
             raise ValueError("this model takes no images: its config has no `vision` (see `k3jax.config.VisionConfig`)")
-        if features is None:
-            with jax.named_scope("vision"):
-                features = self.vision(images, remat=remat)
+        with jax.named_scope("vision"):
+            features = self.vision(images, remat=remat)
         return insert(x, features, images.index)
 
     def run(

@@ -185,8 +185,8 @@ class Traffic:
     """Partial sums, rows and cotangents between chunks."""
 
 
-def send(tree: Tree, sharding: NamedSharding) -> Tree:
-    """Arrays on another rank's submesh, in its `sharding`. The one place where stages exchange data.
+def send(tree: Tree, sharding: NamedSharding | Tree) -> Tree:
+    """Arrays on another rank's submesh, in its `sharding` or each in its own. The one place where stages exchange data.
 
     All submeshes belong to this process. With one process a rank, this is where a `ppermute` over the two submeshes,
     issued by both, would stand.

@@ -162,7 +162,13 @@ class Plan:
             f"{fit}: {_bytes(self.memory.peak)} of {_bytes(self.chip.memory_bytes)} a device; "
             f"{self.time.predicted:.3g} s a step, {self.mfu:.1%} MFU, "
             f"{self._tokens / self.time.predicted:,.0f} tokens/s (estimates)",
+            *self._tower(),
         ]
+
+    def _tower(self) -> list[str]:
+        if self.config.data.images.source is None or self.config.mesh.pipe == 1:
+            return []
+        return ["the vision tower runs on all ranks in turn; its time, and its copies outside stage 0, are not counted"]
 
 
 def plan(

@@ -93,9 +93,9 @@ def place_batch(
     """
     arrays = {key: np.asarray(batch[key]) for key in DEVICE_KEYS}
     placed = {}
-    if images is not None and (packed := _packed(batch, accumulation, mesh, images)) is not None:
-        arrays["media_index"] = packed.pop("media_index")
-        placed = {key: _place(x, accumulation, mesh, "patch_row", "patch") for key, x in packed.items()}
+    if images is not None and (found := packed(batch, accumulation, mesh, images)) is not None:
+        arrays["media_index"] = found.pop("media_index")
+        placed = {key: _place(x, accumulation, mesh, "patch_row", "patch") for key, x in found.items()}
     return {key: _place(x, accumulation, mesh, "batch", "time") for key, x in arrays.items()} | placed
 
 
@@ -114,10 +114,14 @@ def _place(x: np.ndarray, accumulation: int, mesh: jax.sharding.Mesh, *axes: str
     return jax.make_array_from_callback((accumulation, ways * rows, *x.shape[1:]), sharding, shard)
 
 
-def _packed(
+def packed(
     batch: dict[str, Any], accumulation: int, mesh: jax.sharding.Mesh, images: PatchRows
 ) -> dict[str, np.ndarray] | None:
-    """The images of this process's rows: `PATCH_KEYS` [M·R, …] and `media_index` [M·B, T]; None without any."""
+    """The images of this process's rows: `PATCH_KEYS` [M·R, …] and `media_index` [M·B, T]; None without any.
+
+    Raises:
+        DataError: images that do not fit in their rows.
+    """
     items, tokens = batch["images"], np.asarray(batch["tokens"])
     alone = jax.process_count() == 1
     if alone and not any(items):
@@ -135,17 +139,17 @@ def _packed(
     out: dict[str, list[np.ndarray]] = {}
     for number, at in enumerate(starts):
         part = slice(at, at + per_group)
-        packed = arrange(items[part], tokens[part], rows=share, patches=images.patches, **options)
+        arrays = arrange(items[part], tokens[part], rows=share, patches=images.patches, **options)
         first = 0 if alone else groups[number % len(groups)] * share
-        index = packed["media_index"]
-        packed["media_index"] = np.where(index < 0, index, index + first * images.patches // images.merge**2)
+        index = arrays["media_index"]
+        arrays["media_index"] = np.where(index < 0, index, index + first * images.patches // images.merge**2)
         if not alone:  # a process may hold some of the slices of a part's rows only
             held, ways = _own_parts(mesh, "patch_row")
             size = rows // ways
             mine = [p for p in held if first <= p * size < first + share]
             for key in PATCH_KEYS:
-                packed[key] = np.concatenate([packed[key][p * size - first : (p + 1) * size - first] for p in mine])
-        for key, value in packed.items():
+                arrays[key] = np.concatenate([arrays[key][p * size - first : (p + 1) * size - first] for p in mine])
+        for key, value in arrays.items():
             out.setdefault(key, []).append(value)
     return {key: np.concatenate(values) for key, values in out.items()}
 

@@ -176,11 +176,10 @@ class _Run:
         self.store, self.display, self.stop = store, display, stop
         self.run_dir = Path(config.run_dir)
         self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
+        self.images = patch_rows(config, mesh, data.tokenizer.special_tokens[MEDIA_TOKEN])
         self.pipeline: PipelineTrainer | None = None
         if config.mesh.pipe > 1:
-            self.pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes)
-        media_token = data.tokenizer.special_tokens[MEDIA_TOKEN]
-        self.images = patch_rows(config, mesh, media_token)
+            self.pipeline = PipelineTrainer(config, mesh, data.tokenizer.token_bytes, self.images)
         self.train_steps: dict[int, Any] = {}
         self.eval_steps: dict[int, Any] = {}
         """Compiled, by rows of patches."""

@@ -1,6 +1,6 @@
 """Training over a pipeline of stages: what `train.step` and `train.state` are for one mesh.
 
-    trainer = PipelineTrainer(config, mesh, token_bytes)
+    trainer = PipelineTrainer(config, mesh, token_bytes, patch_rows(config, mesh, media_token))
     trainer.compile()
     state = trainer.create()  # a `TrainState` for every rank, on its submesh
     state, metrics = trainer.step(state, trainer.place(batch))
@@ -9,7 +9,7 @@ Every rank holds the parameters, optimizer state and router biases of its chunks
 computes what when. A forward pass keeps only the inputs of a chunk; the backward pass computes the chunk again, and
 within it what `train.remat` says. Gradients are sums, of which each device adds up its slice (ZeRO-2 inside the
 pipeline), until the last micro-batch is done. Then token count, loss and the squares of gradients go round the ranks as
-scalars, and each updates its own.
+scalars, and each updates its own. Images are the business of `k3jax.train.towers`.
 
 Legend: M micro-batches, B sequences in one, T time, D hidden.
 """
@@ -34,10 +34,12 @@ from k3jax.model.decoder import Options
 from k3jax.model.k3 import K3, Stage, collect, describe
 from k3jax.model.plan import blocks_pushed, cut_layers
 from k3jax.model.quantize import quantized
+from k3jax.model.vision import insert
 from k3jax.parallel.pipeline import (
     Executor,
     Layout,
     Schedule,
+    StagePrograms,
     Traffic,
     bubble,
     local_bytes,
@@ -46,7 +48,7 @@ from k3jax.parallel.pipeline import (
     timeline,
 )
 from k3jax.sharding import rank_meshes, shardings, spec, to_rest
-from k3jax.train.batch import DEVICE_KEYS, Batch
+from k3jax.train.batch import DEVICE_KEYS, Batch, PatchRows
 from k3jax.train.flops import stage_costs
 from k3jax.train.optimizer import make_optimizer, update_squares
 from k3jax.train.placement import placement_lines, placements
@@ -63,6 +65,7 @@ from k3jax.train.step import (
     max_violation,
     mla_rows,
 )
+from k3jax.train.towers import Towers, features_type, pass_name, with_tower, without_tower
 
 Tree = Any
 RankStates = tuple[TrainState, ...]
@@ -73,11 +76,16 @@ RankBatches = tuple[tuple[Batch, ...], ...]
 class PipelineTrainer:
     """The programs of all stages of a run, and the calls that the training loop makes.
 
+    Args:
+        images: how images are packed, of a run that reads some.
+
     Raises:
         ConfigError: more stages than the layers can be cut into, or several processes.
     """
 
-    def __init__(self, config: RunConfig, mesh: jax.sharding.Mesh, token_bytes: np.ndarray) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: jax.sharding.Mesh, token_bytes: np.ndarray, images: PatchRows | None = None
+    ) -> None:
         if jax.process_count() > 1:
             raise ConfigError(
                 "mesh.pipe > 1 needs all its devices in one process so far; use mesh.data between processes"
@@ -86,7 +94,7 @@ class PipelineTrainer:
             raise ConfigError("optimizer.offload is not available with mesh.pipe > 1; mesh.data cuts optimizer state")
         model, ranks, virtual = config.model, config.mesh.pipe, config.mesh.virtual
         bounds = cut_layers(model, ranks * virtual, stage_costs(model, config.data.sequence_length))
-        self.config, self.stages = config, Stages(model, ranks, bounds)
+        self.config, self.stages, self.images = config, Stages(model, ranks, bounds), images
         self.layout = Layout(ranks, tuple(blocks_pushed(model, *stage) for stage in bounds))
         self.schedule = one_f_one_b(ranks, virtual, config.train.accumulation)
         self.ticks = timeline(self.schedule)
@@ -94,6 +102,11 @@ class PipelineTrainer:
         self.programs: dict[str, Any] = {}
         self.ranks = [_Rank(self, rank, np.asarray(token_bytes, np.int32)) for rank in range(ranks)]
         self.chunks = [self.ranks[self.layout.rank(c)].chunks[c] for c in range(self.layout.chunks)]
+        self.towers: Towers | None = None
+        self.passes: list[StagePrograms] = [*self.chunks]
+        if images is not None:
+            vision = cast(Any, self.ranks[0].abstract.params)[chunk_name(0)].vision
+            self.passes[0] = self.towers = Towers(config, self.meshes, images, self.chunks[0], vision)
 
     def describe(self) -> list[str]:
         """Lines for the log: stages, micro-batches, bubble, and what lies on each rank."""
@@ -103,6 +116,8 @@ class PipelineTrainer:
             f"pipeline    {config.mesh.pipe} ranks × {config.mesh.virtual} stages: layers {layers}; "
             f"{config.train.accumulation} micro-batches in 1F1B, ranks wait {100 * bubble(self.schedule):.0f} %"
         ]
+        if self.towers is not None:
+            lines.append(self.towers.describe())
         for number, part in enumerate(self.abstract):
             lines += [f"rank {number} of the pipeline", *placement_lines(placements(part))]
         return lines
@@ -121,9 +136,14 @@ class PipelineTrainer:
         last, lowered = self.ranks[-1], []
         for chunk in self.chunks:
             lowered += [(chunk.programs, name, program) for name, program in chunk.lower().items()]
-        sums = self.chunks[-1].taken_type[1]
+        taken = [chunk.taken_type for chunk in self.chunks]
+        sums = taken[-1][1]
+        if self.towers is not None:
+            lowered += self.towers.lower()
+            taken[0] = (with_tower(taken[0][0], self.towers.gradients_type), taken[0][1])
         for rank in self.ranks:
-            lowered += [(rank.programs, name, program) for name, program in rank.lower(sums).items()]
+            mine = {chunk_name(c): taken[c] for c in rank.chunks}
+            lowered += [(rank.programs, name, program) for name, program in rank.lower(mine, sums).items()]
             if fresh:
                 with jax.set_mesh(rank.mesh):
                     creator = creator_of(rank._init, rank.mesh, fsdp=self.config.mesh.fsdp)
@@ -136,20 +156,30 @@ class PipelineTrainer:
             for (programs, name, _), program in zip(lowered, compiled):
                 programs[name] = program
 
-    def place(self, batch: dict[str, np.ndarray]) -> RankBatches:
-        """A host batch [M·B, T] where the stages need it: tokens on the first, targets on the last."""
+    def place(self, batch: dict[str, Any]) -> RankBatches:
+        """A host batch [M·B, T] where the stages need it: tokens on the first, targets on the last.
+
+        Raises:
+            DataError: images that do not fit in their rows.
+        """
         count = self.config.train.accumulation
         micro = {key: np.split(batch[key], count) for key in DEVICE_KEYS}
 
         def place(rank: _Rank, m: int) -> Batch:
             return {key: jax.device_put(micro[key][m], rank.tokens) for key in rank.batch_keys}
 
-        return tuple(tuple(place(rank, m) for m in range(count)) for rank in self.ranks)
+        placed = tuple(tuple(place(rank, m) for m in range(count)) for rank in self.ranks)
+        if self.towers is not None:
+            self.towers.place(batch, placed)
+        return placed
 
     def memory(self) -> list[dict[str, int]]:
         """For each rank what one of its devices held at most in the last step, in bytes: state, gradients, what waits
-        between passes (`Traffic.peak`), and the temporaries of the program that has the most."""
-        return [rank.memory() | {"waiting": peak} for rank, peak in zip(self.ranks, self.traffic.peak)]
+        between passes (`Traffic.peak`), the temporaries of the program that has the most, and with images the tower."""
+        found = [rank.memory() | {"waiting": peak} for rank, peak in zip(self.ranks, self.traffic.peak)]
+        for rank, tower in zip(found, self.towers.memory() if self.towers is not None else []):
+            rank |= tower | {"temporary": max(rank["temporary"], tower["temporary"])}
+        return found
 
     def step(
         self, states: RankStates, batches: RankBatches, schedule: Schedule | None = None
@@ -176,22 +206,29 @@ class PipelineTrainer:
         self, states: RankStates, batches: RankBatches, schedule: Schedule | None = None
     ) -> list[tuple[Stage, Sums]]:
         """For every chunk the gradients of the *summed* loss, at rest, and its sums over the batch."""
-        self._load(states, batches)
-        executor = Executor(self.layout, self.chunks, [rank.residual.sharding for rank in self.ranks])
+        self._load(states, batches, train=True)
+        executor = Executor(self.layout, self.passes, [rank.residual.sharding for rank in self.ranks])
         executor.run(timeline(schedule) if schedule else self.ticks)
         self.traffic: Traffic = executor.traffic
-        return [chunk.unload() for chunk in self.chunks]
+        taken = [chunk.unload() for chunk in self.chunks]
+        if self.towers is not None:
+            taken[0] = (with_tower(taken[0][0], self.towers.unload()), taken[0][1])
+        return taken
 
     def evaluate(self, states: RankStates, batches: RankBatches) -> dict[str, np.ndarray]:
         """Sums over the targets that count, as of `make_eval_step`."""
-        self._load(states, batches)
-        executor = Executor(self.layout, self.chunks, [rank.residual.sharding for rank in self.ranks])
+        self._load(states, batches, train=False)
+        executor = Executor(self.layout, self.passes, [rank.residual.sharding for rank in self.ranks])
         scores = [self.chunks[-1].score(m, *executor.run_forward(m)) for m in range(len(batches[0]))]
         for chunk in self.chunks:
             chunk.unload()
+        if self.towers is not None:
+            self.towers.clear()
         return {name: np.sum([jax.device_get(score[name]) for score in scores], axis=0) for name in scores[0]}
 
-    def _load(self, states: RankStates, batches: RankBatches) -> None:
+    def _load(self, states: RankStates, batches: RankBatches, *, train: bool) -> None:
+        if self.towers is not None:
+            self.towers.load(cast(Any, states[0].params)[chunk_name(0)].vision, batches, train=train)
         for rank, state, batch in zip(self.ranks, states, batches):
             for chunk in rank.chunks.values():
                 chunk.load(state, batch)
@@ -236,6 +273,7 @@ class _Rank:
 
     def __init__(self, trainer: PipelineTrainer, number: int, token_bytes: np.ndarray) -> None:
         config, stages = trainer.config, trainer.stages
+        self.images = trainer.images
         self.config, self.mesh = config, trainer.meshes[number]
         self.bounds = {chunk_name(c): stages.bounds[c] for c in stages.chunks(number)}
         self.num_moe_layers = len(stages.moe_layers(number))
@@ -278,10 +316,14 @@ class _Rank:
         with jax.set_mesh(self.mesh):
             return (compiled or creator_of(self._init, self.mesh, fsdp=self.config.mesh.fsdp))()
 
-    def lower(self, sums: Sums) -> dict[str, Any]:
-        """The programs, once those of the chunks are lowered; `sums`: types of those of the last chunk."""
+    def lower(self, taken: dict[str, tuple[Stage, Sums]], sums: Sums) -> dict[str, Any]:
+        """The programs.
+
+        Args:
+            taken: types of gradients and sums by chunk.
+            sums: those of the last chunk.
+        """
         with jax.set_mesh(self.mesh):
-            taken = {chunk_name(c): chunk.taken_type for c, chunk in self.chunks.items()}
             tokens, loss = _on(self.whole, (sums.tokens, sums.loss))
             square = jax.jit(_squares).lower(taken, tokens)
             squares = [_on(self.whole, square.out_info)] * self.config.mesh.pipe
@@ -344,48 +386,71 @@ class _Chunk:
         self.config, self.name = rank.config, chunk_name(number)
         self.programs: dict[str, Any] = {}
         self.first, self.last = number == 0, number == layout.chunks - 1
-        stages = self._stages()
+        stages = cast(Any, rank.abstract.params)
         start = sum(len(stages[chunk_name(c)].moe_layers) for c in range(number % layout.ranks, number, layout.ranks))
         self.bias_rows = slice(start, start + len(stages[self.name].moe_layers))
-
-    def _stages(self) -> dict[str, Stage]:
-        return cast(Any, self.rank.abstract.params)
+        self.images = rank.images if self.first else None
 
     def lower(self) -> dict[str, Any]:
-        """The programs."""
-        rank, layout = self.rank, self.layout
-        x = rank.residual
-        read, pushes = layout.read(self.number), layout.pushes[self.number]
-        rows, ends = (x,) * len(read), (None if self.first else x, None if self.last else x)
-        stage, first = self._stages()[self.name], {}
+        """The programs, those of the first chunk also for the usual number of rows of patches."""
+        rank, first = self.rank, {}
+        self._stage_type = self._stage(rank.abstract)
         if self.config.model.moe.qat:
             with jax.set_mesh(rank.mesh):
-                first["quantize"] = jax.jit(partial(quantized, config=self.config.model)).lower(stage)
-            stage = jax.tree.map(lambda s, q: s.update(dtype=q.dtype), stage, first["quantize"].out_info)
-        held = (stage, rank.abstract.router_bias, rank.batch)
-        d_pushed = () if self.last else tuple((x,) * layout.contributions(self.number, row) for row in pushes)
-        d_rows = tuple((x,) * layout.contributions(self.number, row) for row in read)
-        d_first, d_more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
+                first["quantize"] = jax.jit(partial(quantized, config=self.config.model)).lower(self._stage_type)
+            self._stage_type = jax.tree.map(
+                lambda s, q: s.update(dtype=q.dtype), self._stage_type, first["quantize"].out_info
+            )
         with jax.set_mesh(rank.mesh):
-            self.taken_type = jax.eval_shape(self._pass, *held, rows, *ends, d_pushed)[2]
+            self.taken_type = jax.eval_shape(self._pass, *self._types())[2]
+            first["zeros"] = jax.jit(partial(_zeros, self.taken_type)).lower()
+        passes = ("backward", "score" if self.last else "forward")
+        counts = (0,) if self.images is None else (0, self.images.usual)
+        return first | {pass_name(kind, count): self.lower_pass(kind, count) for kind in passes for count in counts}
+
+    def lower_pass(self, kind: str, patch_rows: int = 0) -> Any:
+        """A pass, of the first chunk with so many rows of patches."""
+        *inputs, d_partial, d_pushed = self._types(patch_rows)
+        options = compiler_options(self.rank.mesh)
+        with jax.set_mesh(self.rank.mesh):
+            if kind != "backward":
+                fn = self._scores if kind == "score" else self._outputs
+                return jax.jit(fn, compiler_options=options).lower(*inputs)
             # what has a result of its shape to be written over
-            donated = ("d_first", "taken") if self.first else ("partial", "d_first", "taken")
-            options = compiler_options(rank.mesh)
+            donated = ("d_first", "taken") if inputs[-1] is None else ("partial", "d_first", "taken")
+            layout, x = self.layout, self.rank.residual
+            d_rows = tuple((x,) * layout.contributions(self.number, row) for row in layout.read(self.number))
+            d_first, d_more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
             backward = jax.jit(self._add_pass, donate_argnames=donated, compiler_options=options)
-            name, forward = ("score", self._scores) if self.last else ("forward", self._outputs)
-            return first | {
-                "zeros": jax.jit(partial(_zeros, self.taken_type)).lower(),
-                "backward": backward.lower(*held, rows, *ends, d_pushed, d_first, d_more, self.taken_type),
-                name: jax.jit(forward, compiler_options=options).lower(*held, rows, ends[0]),
-            }
+            return backward.lower(*inputs, d_partial, d_pushed, d_first, d_more, self.taken_type)
+
+    def _types(self, patch_rows: int = 0) -> tuple:
+        """Of the arguments of `_pass`."""
+        rank, layout, x = self.rank, self.layout, self.rank.residual
+        batch, partial = rank.batch, None if self.first else x
+        if self.images is not None and patch_rows:
+            batch = batch | {"media_index": batch["tokens"]}
+            partial = features_type(self.config, rank.mesh, self.images, patch_rows)
+        pushes = layout.pushes[self.number]
+        d_pushed = () if self.last else tuple((x,) * layout.contributions(self.number, row) for row in pushes)
+        rows = (x,) * len(layout.read(self.number))
+        bias = rank.abstract.router_bias
+        return self._stage_type, bias, batch, rows, partial, None if self.last else x, d_pushed
+
+    def _stage(self, state: TrainState) -> Stage:
+        """What the passes differentiate; the tower is not part of it where images are read."""
+        stage = cast(Any, state.params)[self.name]
+        return stage if self.images is None else without_tower(stage)
 
     def load(self, state: TrainState, batch: Sequence[Batch]) -> None:
         """What the next calls work on."""
-        stage = cast(Any, state.params)[self.name]
+        stage = self._stage(state)
         if self.config.model.moe.qat:
             stage = self.programs["quantize"](stage)
         self._held = (stage, state.router_bias)
-        self._batch, self._taken = batch, None
+        keys = {*self.rank.batch} if self.images is None else {*self.rank.batch, "media_index"}
+        self._batch = [{key: x for key, x in micro.items() if key in keys} for micro in batch]
+        self._taken = None
 
     def unload(self) -> Any:
         """Gradients and sums of the backward passes since `load`."""
@@ -394,15 +459,22 @@ class _Chunk:
         return taken
 
     def forward(self, micro: int, rows: tuple, partial: Any) -> tuple[Any, tuple]:
-        return self.programs["forward"](*self._held, self._batch[micro], rows, partial)
+        return self._program("forward", partial)(*self._held, self._batch[micro], rows, partial)
 
     def backward(self, micro: int, rows: tuple, partial: Any, d_partial: Any, d_pushed: tuple, d_rows: tuple) -> Any:
         first, more = tuple(d[:1] for d in d_rows), tuple(d[1:] for d in d_rows)
         taken = self.programs["zeros"]() if self._taken is None else self._taken
-        *cotangents, self._taken = self.programs["backward"](
+        *cotangents, self._taken = self._program("backward", partial)(
             *self._held, self._batch[micro], rows, partial, d_partial, d_pushed, first, more, taken
         )
         return cotangents
+
+    def _program(self, kind: str, partial: Any) -> Any:
+        count = 0 if self.images is None or partial is None else len(partial)
+        name = pass_name(kind, count)
+        if name not in self.programs:  # more rows of patches than usual
+            self.programs[name] = self.lower_pass(kind, count).compile()
+        return self.programs[name]
 
     def score(self, micro: int, rows: tuple, partial: Any) -> Metrics:
         return self.programs["score"](*self._held, self._batch[micro], rows, partial)
@@ -417,6 +489,8 @@ class _Chunk:
         policy = tuple(train.remat_policy.items())
         options = Options(remat=train.remat, remat_policy=policy, unroll=train.unroll, histogram=True)
         start = stage.embedded(batch["tokens"]) if self.first else partial
+        if self.first and partial is not None:
+            start = insert(start, partial, batch["media_index"])
         (partial, bank), outs = stage.run((start, rows), describe(ids, ids, None), bias[self.bias_rows], options)
         return partial, bank, outs
 

@@ -22,8 +22,8 @@ from k3jax.train.state import TrainState
 
 Tree = Any
 Path = tuple[str, ...]
-_ENDS = {"embed": 0, "output_res": -1, "final_norm": -1, "lm_head": -1}
-"""Parameters outside the layers → the chunk that has them."""
+_ENDS = {"embed": 0, "vision": 0, "output_res": -1, "final_norm": -1, "lm_head": -1}
+"""Parameters outside the layers, by the first name of their path that is here → the chunk that has them."""
 
 
 def chunk_name(chunk: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from micro import micro_config, micro_model
 
-from k3jax.config import ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig, k3
+from k3jax.config import ConfigError, DataConfig, ImagesConfig, MeshConfig, RunConfig, TrainConfig, k3
 from k3jax.plan import plan, predict, search, sizes
 from k3jax.plan.__main__ import main, parse_mesh
 from k3jax.plan.chips import chip, load_chips
@@ -246,6 +246,14 @@ def test_a_pipeline_sends_every_block_to_each_stage_once():
     kept, twice = (plan(k3_config(), MeshConfig(pipe=p, data=16, expert=32)).memories[1].activations for p in (8, 4))
     assert twice["layer"] - 3 * row == 2 * (kept["layer"] - 7 * row)
     assert plan(k3_config(), MeshConfig(pipe=4, data=16, expert=32), virtual=2).time.bubble == pytest.approx(3 / 67)
+
+
+def test_a_pipeline_says_that_the_tower_runs_on_all_ranks():
+    config, words = load_config("configs/nano_vision.py"), "the vision tower runs on all ranks"
+    assert words in str(plan(config, MeshConfig(pipe=2)))
+    assert words not in str(plan(config, MeshConfig()))
+    text = dataclasses.replace(config.data, images=ImagesConfig())
+    assert words not in str(plan(dataclasses.replace(config, data=text), MeshConfig(pipe=2)))
 
 
 def test_groups_know_which_links_they_use():
