@@ -38,17 +38,22 @@ class Leaf:
     group: Group
     """Of the optimizer; see `k3jax.train.optimizer`."""
     last: bool
-    """Outside the layers: behind them (head, output mix, final norm) and not before (embedding)."""
+    """Outside the layers: behind them (head, output mix, final norm) and not before (embedding, tower)."""
 
     @property
     def is_bank(self) -> bool:
         return self.axes[0] == "expert"
 
+    @property
+    def layout(self) -> str:
+        """Muon's letter of each axis; the tower's blocks stand in a stack."""
+        layout = LEAVES[self.tensor.split("/")[-1]].layout
+        return "b" * (len(self.shape) - len(layout)) + layout
+
     @functools.cached_property
     def blocks(self) -> tuple[int, int, int]:
         """Muon's blocks: how many, rows, columns."""
-        layout = LEAVES[self.tensor.split("/")[-1]].layout
-        b, r, c = (math.prod(n for n, axis in zip(self.shape, layout) if axis == letter) for letter in "brc")
+        b, r, c = (math.prod(n for n, axis in zip(self.shape, self.layout) if axis == letter) for letter in "brc")
         return b, r, c
 
 
@@ -110,7 +115,7 @@ def _leaves(model: ModelConfig, optimizer: OptimizerConfig) -> list[Leaf]:
         tensor = "/".join(names)
         if (tensor, kind) in found:
             layers |= found[tensor, kind].layers
-        leaf = Leaf(tensor, shape, axes, kind, layers, node.dtype.itemsize, group, tensor != "embed")
+        leaf = Leaf(tensor, shape, axes, kind, layers, node.dtype.itemsize, group, names[0] not in ("embed", "vision"))
         found[tensor, kind] = leaf
     return list(found.values())
 
@@ -176,7 +181,7 @@ def muon_blocks(leaves: list[Leaf], mesh: MeshConfig, stage: Stage) -> list[Bloc
     for leaf in leaves:
         if leaf.group == "adamw" or not stage.holds(leaf):
             continue
-        layout, place = LEAVES[leaf.tensor.split("/")[-1]].layout, cut(leaf, mesh)
+        layout, place = leaf.layout, cut(leaf, mesh)
         count, rows, columns = leaf.blocks
         cuts: list[tuple[str, tuple[str, ...], int]] = []
         for i, axes in place.by_axis:

@@ -166,9 +166,10 @@ class Plan:
         ]
 
     def _tower(self) -> list[str]:
-        if self.config.data.images.source is None or self.config.mesh.pipe == 1:
+        if self.config.data.images.source is None:
             return []
-        return ["the vision tower runs on all ranks in turn; its time, and its copies outside stage 0, are not counted"]
+        copies = ", nor its copies outside stage 0" if self.config.mesh.pipe > 1 else ""
+        return [f"the vision tower's work on images is not counted{copies}"]
 
 
 def plan(
