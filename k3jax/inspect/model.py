@@ -30,7 +30,7 @@ from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.kda.gates import compute_dtype, log_decay
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.router import route, router_logits
-from k3jax.sharding import gathered
+from k3jax.sharding import gathered, place
 from k3jax.train.flops import parameter_counts
 from k3jax.train.optimizer import path_names
 from k3jax.train.step import max_violation
@@ -169,7 +169,8 @@ def depth_attention(
 def _mean_depth(model: K3, tokens, segment_ids, router_bias, images, valid_BT) -> jax.Array:
     _, aux = model.features(tokens, segment_ids, router_bias=router_bias, images=images, depth=True)
     assert aux.depth is not None
-    return jnp.einsum("lsbt,bt->ls", aux.depth, valid_BT.astype(aux.depth.dtype)) / valid_BT.sum()
+    depth, valid_BT = place((aux.depth, valid_BT))
+    return jnp.einsum("lsbt,bt->ls", depth, valid_BT.astype(depth.dtype)) / valid_BT.sum()
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,9 @@ def router(
 @jax.jit
 def _margins(ffn: LatentMoE, x_BTD: jax.Array, tokens: Tokens, bias_E: jax.Array):
     moe = ffn.config.moe
+    x_BTD, tokens, w_DE = place((x_BTD, tokens, ffn.router[...]))  # of a few statistics every device makes all
     routing = route(
-        router_logits(x_BTD.reshape(-1, x_BTD.shape[-1]), ffn.router[...]),
+        router_logits(x_BTD.reshape(-1, x_BTD.shape[-1]), w_DE),
         bias_E,
         tokens.positions.reshape(-1),
         experts_per_token=moe.experts_per_token,
@@ -268,7 +270,7 @@ class Gates:
     log_decay: np.ndarray
     """float [L, H, Q], natural logarithm of what a token leaves of the state, by channel; at most 0."""
     half_life: np.ndarray
-    """float [L, H, Q], tokens after which half is left, ln 2 / −log-decay; infinite where nothing is forgotten."""
+    """float [L, H, Q], tokens after which half is left, ln 2 / −`log_decay`; infinite where nothing is forgotten."""
     keeping: np.ndarray
     """float [L, H], share of gates within 1 % (`SATURATED`) of keeping everything, where their gradient vanishes."""
     forgetting: np.ndarray
@@ -302,8 +304,8 @@ def gates(
             found.append(jax.device_get(_gate_statistics(view.layer.mixer, view.mixer_input, view.tokens.valid)))
     decay, keeping, forgetting, beta = (np.stack(parts) for parts in zip(*found))
     with np.errstate(divide="ignore"):
-        half_life = math.log(2) / -np.asarray(decay, np.float64)[..., ::-1]
-    return Gates(tuple(numbers), decay, half_life[..., ::-1], keeping, forgetting, beta)
+        half_life = math.log(2) / -np.asarray(decay, np.float64)
+    return Gates(tuple(numbers), decay, half_life, keeping, forgetting, beta)
 
 
 def gate_values(mixer: KDA, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -318,6 +320,7 @@ def gate_values(mixer: KDA, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def _gate_statistics(mixer: KDA, x_BTD: jax.Array, valid_BT: jax.Array):
+    mixer, x_BTD, valid_BT = place((mixer, x_BTD, valid_BT))
     kda, (decay, beta) = mixer.config.kda, gate_values(mixer, x_BTD)
     decay = jnp.where(valid_BT[..., None, None], decay, jnp.nan)
     if kda.gate == "lower_bound":
@@ -361,15 +364,26 @@ def _layers(
     if router_bias is None:
         router_bias = jnp.zeros((config.num_moe_layers, config.moe.num_experts), jnp.float32)
     told = describe(tokens, segment_ids, None)
-    partial_BTD, bank = model.embedded(tokens, images), ()
+    partial_BTD, bank = jax.jit(K3.embedded)(model, tokens, images), ()
+    stacks = {
+        number: (run, place)
+        for segment, plan in zip(model.segments, model.plans)
+        for run, (_, numbers) in zip(segment.runs, plan.run_layers())
+        for place, number in enumerate(numbers)
+    }
     for number, spec in enumerate(config.layers):
         begins = config.attn_res_block_size is not None and number % config.attn_res_block_size == 0
         if begins:
             bank, partial_BTD = (*bank, partial_BTD), jnp.zeros_like(partial_BTD)
         bias = jnp.zeros(0) if spec.ffn == "dense" else router_bias[number - config.num_dense_layers]
-        layer = model.layer(number)
+        layer = _unstacked(*stacks[number])
         mixer_input, ffn_input, partial_BTD = _step(layer, partial_BTD, bank, told, bias, begins)
         yield _Layer(layer, mixer_input, ffn_input, told, bias, partial_BTD, number)
+
+
+@jax.jit
+def _unstacked(run: DecoderLayer, index: int) -> DecoderLayer:
+    return jax.tree.map(lambda stack: stack[index], run)
 
 
 @partial(jax.jit, static_argnames="begins")
