@@ -235,7 +235,8 @@ def router(
     ]
     numbers, load, margin, bias = zip(*found)
     load = np.stack(load)
-    return Router(numbers, load, np.asarray(max_violation(load)), np.stack(margin), np.stack(bias))
+    violation = np.asarray(max_violation(jnp.asarray(load)))
+    return Router(numbers, load, violation, np.stack(margin), np.stack(bias))
 
 
 @jax.jit

@@ -19,7 +19,6 @@ import numpy as np
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, MeshConfig, Remat, RunConfig, from_dict, to_dict
 from k3jax.data.loader import open_data
-from k3jax.data.sources import DataError
 from k3jax.data.tokenizers import MEDIA_TOKEN
 from k3jax.generate import Loaded, load
 from k3jax.inspect.model import QUANTILES, depth_attention, gates, parameters, router
@@ -62,12 +61,15 @@ class _Page:
         """Adds what `make` returns; what it raises is said instead."""
         try:
             body = make()
-        except (CheckpointError, ConfigError, DataError, ValueError, OSError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:400] or type(error).__name__
-            self.missing.append(f"{title}: {reason}")
+        except Exception as error:  # whatever it is, it must not cost the other sections
+            self.miss(title, error)
             return
         if body:
             self.parts.append(f"<section><h2>{escape(title)}</h2>{body}</section>")
+
+    def miss(self, what: str, reason: Any) -> None:
+        """Says that something is not shown."""
+        self.missing.append(f"{what}: {' '.join(str(reason).split())[:400] or type(reason).__name__}")
 
 
 def report(run_dir: str | Path) -> str:
@@ -106,27 +108,28 @@ def report(run_dir: str | Path) -> str:
 
 
 def _records(path: Path, page: _Page, what: str) -> list[dict[str, Any]]:
-    """Whole records of a file; one that is cut off or damaged ends them."""
+    """Whole records of a file, up to one that is cut off or damaged."""
     if not path.is_file():
-        page.missing.append(f"{what}: there is no {path.name}")
+        page.miss(what, f"there is no {path.name}")
         return []
     try:
         lines = len([line for line in path.read_text().splitlines() if line.strip()])
         found = [r for r in read_records(path) if isinstance(r, dict) and isinstance(r.get("step"), int)]
     except (OSError, UnicodeDecodeError) as error:
-        page.missing.append(f"{what}: {path.name} cannot be read: {error}")
+        page.miss(what, f"{path.name} cannot be read: {error}")
         return []
     if len(found) < lines:
-        page.missing.append(f"{what}: {lines - len(found)} of {lines} lines of {path.name} are cut off or damaged")
+        page.miss(what, f"{lines - len(found)} of {lines} lines of {path.name} are damaged or come after one that is")
     return found
 
 
 def _checkpoints(run_dir: Path, page: _Page) -> tuple[RunConfig | None, list[list[str]]]:
     """The configuration of the newest checkpoint that can be read, and rows of (step, bytes, state), newest first."""
+    what = "configuration, parameters, memory, a look inside"
     try:
         store = CheckpointStore(run_dir / "checkpoints", read_only=True)
     except CheckpointError as error:
-        page.missing.append(f"configuration, parameters, memory, a look inside: {error}")
+        page.miss(what, error)
         return None, []
     config, rows = None, []
     try:
@@ -142,8 +145,7 @@ def _checkpoints(run_dir: Path, page: _Page) -> tuple[RunConfig | None, list[lis
     finally:
         store.close()
     if config is None:
-        what = "none of them can be read" if rows else "there is none"
-        page.missing.append(f"configuration, parameters, memory, a look inside: they need a checkpoint, and {what}")
+        page.miss(what, f"they need a checkpoint, and {'none of them can be read' if rows else 'there is none'}")
     return config, rows
 
 
@@ -155,14 +157,14 @@ def _inside(run_dir: Path, config: RunConfig, saves: Iterable[list[str]], page: 
             try:
                 loaded = load(run_dir, step)
                 break
-            except (CheckpointError, ConfigError, DataError, OSError, ValueError) as error:
-                page.missing.append(f"a look inside checkpoint {step}: {' '.join(str(error).split())[:400]}")
+            except Exception as error:
+                page.miss(f"a look inside checkpoint {step}", error)
         if loaded is None:
             return
         try:
             batch = _held_out(config)
-        except (ConfigError, DataError, OSError, ValueError, StopIteration) as error:
-            page.missing.append(f"expert balance, depth attention, gates: no held-out text: {error}")
+        except Exception as error:
+            page.miss("expert balance, depth attention, gates: no held-out text", error)
             return
         valid = batch["segment_ids"] != 0
         told = f"Checkpoint {loaded.step}, {int(valid.sum()):,} tokens of held-out text."
@@ -215,7 +217,7 @@ def _curves(records: Sequence[dict[str, Any]]) -> str | None:
             figures.append(f"<figure><figcaption>{title}</figcaption>{line_chart(lines, 'step', label)}{key}</figure>")
     bad = sorted({step for points in series.values() for step, value in points if not math.isfinite(value)})
     gaps = f"<p>Values that are not finite at {len(bad)} steps, the first {bad[0]:,}.</p>" if bad else ""
-    return f'{gaps}<div class="grid">{"".join(figures)}</div>' if figures else None
+    return f'{gaps}<div class="figures">{"".join(figures)}</div>' if figures else None
 
 
 def _series(label: str, points: Iterable[tuple[int, float]]) -> Series:
@@ -448,10 +450,10 @@ def _style() -> str:
         "flex-direction:column}.tiles b{font-size:24px}.tiles span{color:var(--muted);font-size:13px}"
         ".notice{border:1px solid var(--axis);border-radius:6px;padding:0 16px 4px;margin-bottom:8px}"
         ".notice h2{margin:12px 0 4px}"
-        ".grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:18px 28px}"
+        ".figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:18px 28px}"
         "figure{margin:8px 0}figcaption{font-weight:600;font-size:14px;margin-bottom:2px}"
         "svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif;fill:var(--muted)}"
-        "svg .label{fill:var(--text)}.grid path.grid,path.grid{stroke:var(--grid);fill:none}"
+        "svg .label{fill:var(--text)}path.grid{stroke:var(--grid);fill:none}"
         "path.axis{stroke:var(--axis);fill:none}.line{fill:none;stroke-width:1.75;stroke-linejoin:round}"
         f"{lines}{fills}.hit{{fill:transparent}}.hit:hover{{fill:var(--muted);fill-opacity:.35}}"
         ".cell{fill:var(--series-1)}rect.cell:hover{stroke:var(--text)}"

@@ -85,7 +85,7 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, size: tu
     values = np.concatenate(finite) if finite else np.zeros(0)
     if not len(values):
         raise ValueError("nothing finite to draw")
-    width, height, left, right, top, bottom = *size, 58, 12, 10, 40
+    width, height, left, right, top, bottom = *size, 66, 14, 10, 40
     logarithmic = values.min() > 0 and values.max() > 30 * values.min()
     low, high = (float(f(np.log10(values) if logarithmic else values)) for f in (np.min, np.max))
     margin = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
@@ -116,21 +116,21 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, size: tu
     out.append(f'<text class="label" {turned}>{escape(y_label)}{", log" if logarithmic else ""}</text>')
     for i, one in enumerate(series):
         x, y = _thinned(one.x, one.y)
-        points = [(a, math.log10(b) if logarithmic else b) if math.isfinite(b) else None for a, b in zip(x, y)]
-        out.append(_line(points, px, py, i % COLOURS + 1))
-        shown = [j for j in range(0, len(x), math.ceil(len(x) / _HOVER)) if points[j] is not None]
-        if len(x) == 1:
-            out.append(f'<circle class="dot s{i % COLOURS + 1}" cx="{px(x[0])}" cy="{py(points[0][1])}" r="3"/>')
-        for j in shown:
-            told = f"{one.label}: {number(float(y[j]))} at {x_label} {number(float(x[j]))}"
-            out.append(f'<circle class="hit" cx="{px(x[j])}" cy="{py(points[j][1])}" r="6">{_title(told)}</circle>')
+        points = [(px(a), py(math.log10(b) if logarithmic else b)) if math.isfinite(b) else None for a, b in zip(x, y)]
+        out.append(_line(points, i % COLOURS + 1))
+        for j in range(0, len(x), math.ceil(len(x) / _HOVER)):
+            if (point := points[j]) is not None:
+                at = f'cx="{point[0]}" cy="{point[1]}"'
+                told = f"{one.label}: {number(float(y[j]))} at {x_label} {number(float(x[j]))}"
+                out.append(f'<circle class="dot s{i % COLOURS + 1}" {at} r="3"/>' if len(x) == 1 else "")
+                out.append(f'<circle class="hit" {at} r="6">{_title(told)}</circle>')
     return "".join(out) + "</svg>"
 
 
-def _line(points: list[tuple[float, float] | None], px, py, colour: int) -> str:
+def _line(points: list[tuple[float, float] | None], colour: int) -> str:
     path, pen = "", "M"
     for point in points:
-        path += "" if point is None else f"{pen}{px(point[0])} {py(point[1])}"
+        path += "" if point is None else f"{pen}{point[0]} {point[1]}"
         pen = "M" if point is None else "L"
     return f'<path class="line s{colour}" d="{path}"/>'
 
@@ -179,7 +179,8 @@ def heat_map(
         shade = np.clip((scale(values) - scale(low)) / span, 0, 1) * 0.95 + 0.05
     R, C = values.shape
     left = 14 + max(26, 6.2 * max(len(name) for name in rows))
-    cell_w, cell_h = min(46.0, max(640 / C, 1.0)), min(20.0, max(520 / R, 3.0))
+    widest = 5.8 * max(len(name) for name in columns) + 8
+    cell_w, cell_h = min(max(46.0, widest), max(640 / C, 1.0)), min(20.0, max(520 / R, 3.0))
     right, bottom = left + C * cell_w, R * cell_h + 4
     width, height = max(right + 12, left + 260), bottom + 84
     out = [f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{width:.0f}px" role="img">']
@@ -200,7 +201,7 @@ def heat_map(
     for r in range(0, R, every):
         y = 4 + (r + 0.5) * cell_h + 3.5
         out.append(f'<text class="tick" x="{left - 5:.1f}" y="{y:.1f}" text-anchor="end">{escape(rows[r])}</text>')
-    every = math.ceil((5.8 * max(len(name) for name in columns) + 6) / cell_w)
+    every = math.ceil(widest / (cell_w + 1))
     for c in range(0, C, every):
         x = left + (c + 0.5) * cell_w
         out.append(
