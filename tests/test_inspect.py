@@ -275,7 +275,8 @@ INSIDE = ["Experts", "Attention over depth", "Decay gates of KDA"]
 
 
 def test_the_report_of_a_run_shows_everything_and_fetches_nothing(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_report, "_presets", lambda config: [config.train.remat])
+    kept = inspect.Saved("kda", "operand", "k3jax/model/kda.py:7", (3, 4), "float32", 1, 3 << 20)
+    monkeypatch.setattr(inspect_report, "saved_for_backward", lambda config, remat: [kept])
     out = tmp_path / "report.html"
     inspect_main(run_dir, out)
     html = out.read_text()
@@ -284,6 +285,7 @@ def test_the_report_of_a_run_shows_everything_and_fetches_nothing(run_dir, tmp_p
     assert "<b>def </b>&lt;b&gt;&amp;quot;" in html
     assert "Values that are not finite at 1 steps, the first 3." in html
     assert "seven.txt" in html
+    assert html.count("3.00 MiB") == 6  # of each preset, and the array
     total = f"{flops.parameter_counts(small()).total:,}"
     assert total in html
     shown = re.sub("<details>.*?</details>", "", html, flags=re.DOTALL)

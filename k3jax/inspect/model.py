@@ -72,7 +72,7 @@ def parameters(model: Any, config: ModelConfig) -> list[Mechanism]:
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     for path, variable in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable):
         names = path_names(path)
-        leaves.setdefault(_mechanism(names, config, model), []).append(("/".join(names), variable))
+        leaves.setdefault(_mechanism(names, model), []).append(("/".join(names), variable))
     rows = []
     for name, expected in parameter_counts(config).by_mechanism.items():
         row = _row(name, leaves.get(name, []))
@@ -82,23 +82,22 @@ def parameters(model: Any, config: ModelConfig) -> list[Mechanism]:
     return rows
 
 
-def _mechanism(names: list[str], config: ModelConfig, model: K3) -> str:
-    if names[0] in ("vision", "embed", "final_norm", "lm_head", "output_res"):
-        return {"embed": "embedding", "final_norm": "norms", "lm_head": "head", "output_res": "attn_res"}.get(
-            names[0], names[0]
-        )
+_TOP = {"embed": "embedding", "final_norm": "norms", "lm_head": "head", "output_res": "attn_res", "vision": "vision"}
+_PARTS = {"attn_res": "attn_res", "mlp_res": "attn_res", "input_norm": "norms", "post_norm": "norms"}
+_MOE = {"router": "router", "shared": "shared_experts"} | dict.fromkeys(("w1", "w2", "w3"), "routed_experts")
+
+
+def _mechanism(names: list[str], model: K3) -> str:
+    """Of the parameter at a path."""
+    if names[0] in _TOP:
+        return _TOP[names[0]]
     _, segment, _, run, part, *rest = names
     spec, _ = model.plans[int(segment)].run_layers()[int(run)]
-    if part in ("attn_res", "mlp_res"):
-        return "attn_res"
-    if part in ("input_norm", "post_norm"):
-        return "norms"
+    if part in _PARTS:
+        return _PARTS[part]
     if part == "mixer":
         return spec.mixer
-    if spec.ffn == "dense":
-        return "dense_mlp"
-    kinds = {"router": "router", "shared": "shared_experts", "w1": "routed_experts", "w2": "routed_experts"}
-    return (kinds | {"w3": "routed_experts"}).get(rest[0], "latent")
+    return "dense_mlp" if spec.ffn == "dense" else _MOE.get(rest[0], "latent")
 
 
 def _row(name: str, found: list[tuple[str, nnx.Variable]]) -> Mechanism:
@@ -273,7 +272,8 @@ class Gates:
     half_life: np.ndarray
     """float [L, H, Q], tokens after which half is left, ln 2 / −`log_decay`; infinite where nothing is forgotten."""
     keeping: np.ndarray
-    """float [L, H], share of gates within 1 % (`SATURATED`) of keeping everything, where their gradient vanishes."""
+    """float [L, H], share of gates within 1 % (`SATURATED`) of keeping everything: a log-decay above −0.05 with K3's
+    bound of −5. Of the softplus gate, where its slope is below 1 %."""
     forgetting: np.ndarray
     """float [L, H], share within 1 % of the lower bound; 0 with the softplus gate, which has none."""
     beta: np.ndarray

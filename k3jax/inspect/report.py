@@ -30,7 +30,7 @@ from k3jax.train import flops
 from k3jax.train.batch import patch_rows, place_batch
 from k3jax.train.metrics import read_records
 from k3jax.train.optimizer import make_optimizer
-from k3jax.train.placement import placements
+from k3jax.train.placement import KINDS, placements
 from k3jax.train.state import abstract_params, abstract_state
 
 ROWS = 8
@@ -93,7 +93,7 @@ def report(run_dir: str | Path) -> str:
         page.section("Configuration", lambda: _configuration(found))
         page.section("Parameters", lambda: _parameters(found))
         page.section("Memory of a training step", lambda: _memory(found))
-        _inside(run_dir, found, saves, page)
+        _inside(run_dir, saves, page)
     page.section("Checkpoints", lambda: _table(["step", "on disk", "state"], saves) if saves else None)
     tiles = _tiles(config, records)
     missing = "".join(f"<li>{escape(line)}</li>" for line in page.missing)
@@ -149,7 +149,7 @@ def _checkpoints(run_dir: Path, page: _Page) -> tuple[RunConfig | None, list[lis
     return config, rows
 
 
-def _inside(run_dir: Path, config: RunConfig, saves: Iterable[list[str]], page: _Page) -> None:
+def _inside(run_dir: Path, saves: Iterable[list[str]], page: _Page) -> None:
     """Sections of the newest checkpoint that can be read, on held-out text."""
     with jax.set_mesh(make_mesh(MeshConfig())):
         loaded = None
@@ -162,7 +162,7 @@ def _inside(run_dir: Path, config: RunConfig, saves: Iterable[list[str]], page: 
         if loaded is None:
             return
         try:
-            batch = _held_out(config)
+            batch = _held_out(loaded.config)
         except Exception as error:
             page.miss("expert balance, depth attention, gates: no held-out text", error)
             return
@@ -292,12 +292,13 @@ def _memory(config: RunConfig) -> str:
     optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
     with jax.sharding.use_abstract_mesh(mesh):
         state = abstract_state(config.model, optimizer.transform, mesh, fsdp=config.mesh.fsdp)
-    held: dict[str, int] = {}
+    held: dict[str, int] = dict.fromkeys(KINDS, 0)
     for place in placements(state):
-        held[place.kind] = held.get(place.kind, 0) + place.bytes_per_device
-    out = "<p>Bytes on one device. State is exact and counted before a pipeline cuts it.</p>"
+        held[place.kind] += place.bytes_per_device
+    piped = config.mesh.pipe > 1
+    out = f"<p>Bytes on one device. State is exact{', of all stages of the pipeline' if piped else ''}.</p>"
     out += _table(["state", "bytes"], [[kind, _bytes(n)] for kind, n in held.items()], right=1)
-    if config.mesh.pipe > 1:
+    if piped:
         return out
     presets = {remat: saved_for_backward(config, remat) for remat in _presets(config)}
     chosen = presets[config.train.remat]
