@@ -3,7 +3,7 @@
     with jax.set_mesh(mesh): train(config, mesh)
 
     RUN_DIR/checkpoints/               see `k3jax.checkpoint.store`
-    RUN_DIR/metrics.jsonl, tensorboard/
+    RUN_DIR/metrics.jsonl, samples.jsonl, tensorboard/
     RUN_DIR/nonfinite_step_N.json      what was known of a step that gave NaN or infinity
     RUN_DIR/profile/                   trace of train.profile_steps
 
@@ -454,7 +454,7 @@ class _Run:
         )
 
     def _sample(self) -> None:
-        """Prints a continuation of train.sample_prompt."""
+        """Prints and records a continuation of train.sample_prompt."""
         from k3jax.generate import generate_text  # it imports the store and more; notebooks load it first
 
         train, (params, bias, mesh) = self.config.train, self._model()
@@ -470,6 +470,8 @@ class _Run:
                 temperature=0.8,
                 seed=int(jax.random.bits(key) >> 1),
             )
+        if self.log:
+            self.log.write_sample(self.step, train.sample_prompt, text)
         self.display.print(f"step {self.step}: sample\n" + "\n".join(f"  │ {line}" for line in text.splitlines()))
 
     def _model(self) -> tuple[Any, jax.Array, jax.sharding.Mesh]:

@@ -1,7 +1,8 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard, and the terminal.
 
     RUN_DIR/metrics.jsonl     one JSON object a line: {"kind": "train" | "eval", "step": 120, "loss": …}
-    RUN_DIR/tensorboard/      the same numbers
+    RUN_DIR/samples.jsonl     generated texts: {"step": 120, "prompt": …, "text": …}
+    RUN_DIR/tensorboard/      the same numbers as metrics.jsonl
 
 A resumed run first drops the records after the step it resumes from, so that every (kind, step) occurs once.
 """
@@ -13,7 +14,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from metrax.logging import TensorboardBackend
 from rich.console import Console
@@ -22,7 +23,7 @@ from tensorboardX import SummaryWriter
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl; a last line that a killed process left unfinished is ignored."""
+    """Records of a metrics.jsonl or samples.jsonl; a last line that a killed process left unfinished is ignored."""
     if not path.exists():
         return []
     records = []
@@ -43,8 +44,17 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _continued(path: Path, start_step: int) -> TextIO:
+    """A file of records to append to, without those after `start_step`."""
+    kept = [r for r in read_records(path) if r["step"] <= start_step] if start_step else []
+    draft = path.with_suffix(".tmp")
+    draft.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    os.replace(draft, path)
+    return path.open("a")
+
+
 class MetricsLog:
-    """Appends records to metrics.jsonl and TensorBoard.
+    """Appends records to metrics.jsonl, samples.jsonl and TensorBoard.
 
     Args:
         run_dir: must exist.
@@ -52,12 +62,8 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
-        path, board = run_dir / "metrics.jsonl", str(run_dir / "tensorboard")
-        kept = [r for r in read_records(path) if r["step"] <= start_step] if start_step else []
-        draft = path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(draft, path)
-        self._file = path.open("a")
+        board = str(run_dir / "tensorboard")
+        self._file, self._samples = (_continued(run_dir / f"{n}.jsonl", start_step) for n in ("metrics", "samples"))
         # a START event tells TensorBoard to forget what older event files hold from this step on
         SummaryWriter(board, purge_step=start_step + 1 if start_step else 0).close()
         self._board = TensorboardBackend(board)
@@ -69,8 +75,14 @@ class MetricsLog:
         for name, value in values.items():
             self._board.log_scalar(f"{kind}/{name}", value, step=step)
 
+    def write_sample(self, step: int, prompt: str, text: str) -> None:
+        """A generated text, prompt included."""
+        self._samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self._samples.flush()
+
     def close(self) -> None:
         self._file.close()
+        self._samples.close()
         self._board.close()
 
 

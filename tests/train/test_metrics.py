@@ -41,6 +41,16 @@ def test_a_run_that_starts_again_starts_its_curves_again(tmp_path):
     assert steps(tmp_path) == [("train", 1)]
 
 
+def test_samples_of_a_resumed_run_go_on_where_its_curves_do(tmp_path):
+    for start, numbers in ((0, (2, 4)), (2, (3,))):
+        log = MetricsLog(tmp_path, start)
+        for number in numbers:
+            log.write_sample(number, "def ", f"def f{number}(): pass")
+        log.close()
+    found = read_records(tmp_path / "samples.jsonl")
+    assert [(r["step"], r["prompt"], r["text"]) for r in found] == [(i, "def ", f"def f{i}(): pass") for i in (2, 3)]
+
+
 def test_the_log_is_valid_json_even_for_a_loss_that_is_not_a_number(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write("train", 1, {"loss": math.nan, "grad_norm": math.inf})
