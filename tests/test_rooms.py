@@ -21,8 +21,8 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": _LEARNED,
     "train": _LEARNED | {"data", "checkpoint"},
     "plan": _AROUND,
-    "inspect": _AROUND,
     "generate": _AROUND,
+    "inspect": _AROUND | {"plan", "generate"},
     "__init__": _AROUND | {"plan", "inspect", "generate"},
 }
 

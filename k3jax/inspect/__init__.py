@@ -2,12 +2,13 @@
 
     python -m k3jax.inspect RUN_DIR [--out FILE]     # one HTML file that needs no network
 
->>> import k3jax
->>> from k3jax import inspect
->>> run = k3jax.load("runs/nano")
->>> inspect.parameters(run.model, run.config.model)
->>> inspect.router(run.model, tokens, segment_ids, router_bias=run.router_bias).table()
->>> inspect.saved_for_backward(run.config, remat="layer")
+    import k3jax
+    from k3jax import inspect
+
+    run = k3jax.load("runs/nano")
+    inspect.parameters(run.model, run.config.model)
+    inspect.router(run.model, tokens, segment_ids, router_bias=run.router_bias).table()
+    inspect.saved_for_backward(run.config, remat="layer")
 """
 
 from __future__ import annotations
