@@ -147,10 +147,10 @@ def _search(jaxpr: Any, v: Any, outer: str) -> tuple[str, str, str] | int:
             return jaxpr.invars.index(v) if v in jaxpr.invars else ("model", "constant", "")
         eqn, i = producers[v]
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
         if eqn.primitive.name in _MOVES:
             v = eqn.invars[i if eqn.primitive.name == "optimization_barrier" else 0]
-        elif inner is not None and len(inner.outvars if hasattr(inner, "outvars") else inner.jaxpr.outvars) > i:
-            inner = getattr(inner, "jaxpr", inner)
+        elif inner is not None and len(inner.outvars) > i:  # a kernel's writes to its arguments and returns nothing
             if isinstance(inner.outvars[i], Literal):
                 return _scope(outer, eqn), "constant", _source(eqn)
             found = _search(inner, inner.outvars[i], f"{outer}/{eqn.source_info.name_stack}")

@@ -131,6 +131,7 @@ def test_evaluating_sampling_and_profiling_leave_no_trace_in_the_run(uninterrupt
     assert list((Path(config.run_dir) / "profile").rglob("*.xplane.pb"))
     shown = capsys.readouterr().out
     assert "step 6: sample" in shown
+    assert [r["step"] for r in read_records(Path(config.run_dir) / "samples.jsonl")] == [6]
     assert "unigram" in shown
 
 
