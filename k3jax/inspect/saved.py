@@ -17,7 +17,6 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 
-import k3jax
 from k3jax.config import ConfigError, Remat, RunConfig
 from k3jax.sharding import AXES, shardings, spec
 from k3jax.train.batch import DEVICE_KEYS
@@ -170,7 +169,7 @@ def _scope(outer: str, eqn: Any) -> str:
 
 def _source(eqn: Any) -> str:
     """The innermost line in k3jax."""
-    home = Path(k3jax.__file__).parent
+    home = Path(__file__).parents[1]
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         path = Path(frame.file_name)
