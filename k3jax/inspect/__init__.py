@@ -1,14 +1,14 @@
 """A look inside a model or a run.
 
-    python -m k3jax.inspect RUN_DIR [--out FILE]     # one HTML file that needs no network
+python -m k3jax.inspect RUN_DIR [--out FILE]     # one HTML file that needs no network
 
-    import k3jax
-    from k3jax import inspect
+import k3jax
+from k3jax import inspect
 
-    run = k3jax.load("runs/nano")
-    inspect.parameters(run.model, run.config.model)
-    inspect.router(run.model, tokens, segment_ids, router_bias=run.router_bias).table()
-    inspect.saved_for_backward(run.config, remat="layer")
+run = k3jax.load("runs/nano")
+inspect.parameters(run.model, run.config.model)
+inspect.router(run.model, tokens, segment_ids, router_bias=run.router_bias).table()
+inspect.saved_for_backward(run.config, remat="layer")
 """
 
 from __future__ import annotations
