@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from k3jax.checkpoint.hf_config import QUANTIZATION, config_to_hf, is_kimi_linear, text_of
+from k3jax.checkpoint.hf_config import QUANTIZATION, check_stored, config_from_hf, config_to_hf, is_kimi_linear, text_of
 from k3jax.checkpoint.layout import (
     GROUP,
     PREFIX,
@@ -72,7 +72,8 @@ def export_pretrained(
 
     Raises:
         FileExistsError: `directory` exists.
-        CheckpointFormatError: weights that are not finite, or a `like` of another geometry. Nothing is left behind.
+        CheckpointFormatError: weights that are not finite, a `like` of another geometry, or a model of which its
+            `config.json` (or that of `like`) cannot say what it computes. Nothing is left behind.
     """
     directory = Path(directory).absolute()
     if directory.exists():
@@ -83,6 +84,8 @@ def export_pretrained(
         dtype = "float32" if source.config.param_dtype == "float32" else "bfloat16"
     stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     packed = source is not None and source.packed if experts is None else experts == "mxfp4"
+    values = _values(model, source, dtype, packed)
+    check_stored(model.config, config_from_hf(values))
     tensors = plan_tensors(found, stored, source, packed)
     files = plan_files(tensors, max_shard_bytes)
     temporary = directory.with_name(f".{directory.name}.incomplete")
@@ -104,7 +107,7 @@ def export_pretrained(
                 exporter.end([] if source is None else copied(found, source))
         with together("end the export"):
             if rank == 0:
-                _finish(temporary, directory, files, _values(model, source, dtype, packed), source)
+                _finish(temporary, directory, files, values, source)
     except BaseException:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from k3jax.checkpoint.layout import GROUP, CheckpointFormatError
-from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
+from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig, diff_dicts, from_dict, to_dict
 
 QUANTIZATION: dict[str, Any] = {
     "config_groups": {
@@ -71,6 +71,42 @@ _FIXED_VISION = {
 }
 
 
+# of how the function is computed or trained, not of the function
+_UNSTORED = frozenset(
+    {
+        "dtype",
+        "param_dtype",
+        "init_std",
+        "kda.chunk_size",
+        "kda.implementation",
+        "mla.implementation",
+        "moe.implementation",
+        "moe.dispatch",
+        "moe.qb_bins",
+        "moe.qat",
+        "moe.qat_scale_rule",
+    }
+)
+
+
+def check_stored(config: ModelConfig, stored: ModelConfig) -> None:
+    """Refuses a model of which a `config.json`, read as `stored`, would say something else; a tower may be left out.
+
+    Raises:
+        CheckpointFormatError: which fields differ.
+    """
+    if config.vision is None:
+        stored = dataclasses.replace(stored, vision=None)
+    changes = diff_dicts(to_dict(config), to_dict(stored))
+    wrong = [
+        f"model.{name} is {ours!r}, a reader takes {theirs!r}"
+        for name, (ours, theirs) in changes.items()
+        if name not in _UNSTORED
+    ]
+    if wrong:
+        raise CheckpointFormatError(f"config.json cannot say what the model computes: {'; '.join(wrong)}")
+
+
 def text_of(values: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a `config.json`."""
     return values.get("text_config", values)
@@ -87,12 +123,12 @@ def config_from_hf(values: dict[str, Any], **overrides: Any) -> ModelConfig:
         raise CheckpointFormatError("config.json: text_config is no JSON object")
     part = "its text model"
     try:
-        config = _from_text(text)
+        config = from_dict(ModelConfig, to_dict(_from_text(text)), "text model: ")
         part = "its vision tower"
         config = dataclasses.replace(config, vision=_from_vision(values, config.hidden_size))
     except KeyError as missing:
         raise CheckpointFormatError(f"config.json has no field {missing} for {part}") from None
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, IndexError, TypeError) as error:
         raise CheckpointFormatError(f"config.json has a field of the wrong type for {part}: {error}") from None
     return dataclasses.replace(config, **overrides)
 
@@ -169,22 +205,23 @@ def _from_vision(values: dict[str, Any], text_width: int) -> VisionConfig | None
     for name, wanted in linked.items():
         if vision[name] != wanted:
             raise CheckpointFormatError(f"config.json: vision_config.{name} is {vision[name]}, it must be {wanted}")
-    if width % heads:
+    if heads == 0 or width % heads:
         raise CheckpointFormatError(
             f"config.json: vision_config.qkv_hidden_size {width} is no multiple of {heads} heads"
         )
-    return VisionConfig(
-        hidden_size=vision["vt_hidden_size"],
-        num_layers=vision["vt_num_hidden_layers"],
-        num_heads=heads,
-        head_dim=width // heads,
-        mlp_size=vision["vt_intermediate_size"],
-        patch_size=vision["patch_size"],
-        position_grid=(vision["init_pos_emb_height"], vision["init_pos_emb_width"]),
-        merge=merge[0],
-        max_frames=vision.get("init_pos_emb_time", VisionConfig.max_frames),
-        projector_norm_eps=vision.get("projector_ln_eps", VisionConfig.projector_norm_eps),
-    )
+    fields = {
+        "hidden_size": vision["vt_hidden_size"],
+        "num_layers": vision["vt_num_hidden_layers"],
+        "num_heads": heads,
+        "head_dim": width // heads,
+        "mlp_size": vision["vt_intermediate_size"],
+        "patch_size": vision["patch_size"],
+        "position_grid": [vision["init_pos_emb_height"], vision["init_pos_emb_width"]],
+        "merge": merge[0],
+        "max_frames": vision.get("init_pos_emb_time", VisionConfig.max_frames),
+        "projector_norm_eps": vision.get("projector_ln_eps", VisionConfig.projector_norm_eps),
+    }
+    return from_dict(VisionConfig, fields, "vision_config: ")
 
 
 def _vision_to_hf(config: VisionConfig, text_width: int) -> dict[str, Any]:

@@ -145,6 +145,11 @@ class VisionConfig:
         require_positive(
             self, "hidden_size", "num_layers", "num_heads", "mlp_size", "patch_size", "merge", "max_frames", "norm_eps"
         )
+        require_positive(self, "projector_norm_eps")
+        require(
+            self.hidden_size % 2 == 0,
+            f"VisionConfig.hidden_size must be even (sines and cosines of the frame), got {self.hidden_size}",
+        )
         require(
             self.head_dim > 0 and self.head_dim % 4 == 0,
             f"VisionConfig.head_dim must be a multiple of 4 (pairs for rows and columns), got {self.head_dim}",

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import stat
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,8 +158,8 @@ def video_items(
         budget: most patches a piece may have; at most 16,384 for each frame, as without one.
 
     Raises:
-        ImageError: no frames, frames of different sizes, or one that cannot be decoded.
-        DataError: see `fitted_size`; the frames of a piece share the budget.
+        ImageError: no frames, frames of different sizes, one that cannot be decoded, or a budget that leaves a frame
+            less than a token.
     """
     if not frames:
         raise ImageError(f"{where}: a video without frames")
@@ -170,8 +172,13 @@ def video_items(
                 f"{where}: frame {number} has {upright[-1].size} pixels, frame 0 {upright[0].size}; resize the frames "
                 "of a video to one size"
             )
-    length = min(vision.max_frames, len(frames))
+    length, least = min(vision.max_frames, len(frames)), vision.merge**2
     of_frame = MAX_FRAME_PATCHES if budget is None else min(budget // length, MAX_FRAME_PATCHES)
+    if of_frame < least:
+        raise ImageError(
+            f"{where}: {length} frames share {budget} patches, and one takes at least {least}; raise "
+            f"data.images.patches and data.sequence_length until an image may have {length * least}"
+        )
     size = fitted_size(*upright[0].size, vision, of_frame)
     return [_item(upright[i : i + length], size, vision) for i in range(0, len(upright), length)]
 
@@ -214,6 +221,9 @@ def prompt(item: Item, tokenizer: Tokenizer, merge: int) -> list[int]:
 def _read(source: bytes | str | Path, where: str) -> bytes:
     if not isinstance(source, bytes):
         try:
+            mode = os.stat(source).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise OSError(f"{source} is no file")  # a device or a pipe may never end
             source = Path(source).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
             raise ImageError(f"{where}: image cannot be read: {error}") from error

@@ -50,7 +50,9 @@ from k3jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 State = dict[str, Any]
 _STATE_VERSION = 1
-_LONGEST_PROMPT = "<|media_begin|>image 99999x99999<|media_content|><|media_end|>"
+_SHORTEST_PROMPT = "<|media_begin|>image 9x9<|media_content|><|media_end|>"
+_MORE_DIGITS = 8
+"""That the longest has, a token each at most: five and five for an image of `MAX_PIXELS`."""
 
 
 @dataclass(frozen=True)
@@ -366,6 +368,13 @@ class TextData:
         )
         return Loader(rows, config.prefetch)
 
+    def name(self, document_id: int) -> str:
+        """The document that a batch's `document_ids` call so."""
+        behind = document_id - len(self.documents)
+        if self.images is None or behind < 0:
+            return self.documents.name(document_id)
+        return self.images.documents.name(behind)
+
     def describe(self) -> dict[str, str | int]:
         """For the log at the start of a run; `skipped_image_documents` grows as bad ones are met."""
         described: dict[str, str | int] = {
@@ -435,7 +444,7 @@ def _image_limits(config: DataConfig, tokenizer: Tokenizer, vision: VisionConfig
     group = vision.merge**2
     if images.patches < group:
         raise DataError(f"data.images.patches {images.patches} holds no image: one token takes {group} patches")
-    beside = len(tokenizer.encode(_LONGEST_PROMPT, allow_special=True))
+    beside = len(tokenizer.encode(_SHORTEST_PROMPT, allow_special=True)) + _MORE_DIGITS
     if length <= beside:
         raise DataError(
             f"data.sequence_length {length} holds no image: beside its own tokens it takes up to {beside}; "

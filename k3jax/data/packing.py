@@ -240,10 +240,11 @@ class Packer:
             if index is None:
                 return None
             content = self._content(index)
-            if taken and taken >= len(content.tokens):
+            # none: it has become a bad document, which is passed over
+            if 0 < len(content.tokens) <= taken or any(image.start < taken < image.stop for image in content.images):
                 raise DataError(
                     f"the cursor of virtual shard {shard} is {taken} tokens into document {index}, which has only "
-                    f"{len(content.tokens)}: the data or the tokenizer is not that of the checkpoint"
+                    f"{len(content.tokens)}, or an image there: the data or the tokenizer is not that of the checkpoint"
                 )
             self._open[shard] = index, content
         return self._open[shard]

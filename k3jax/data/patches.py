@@ -16,26 +16,43 @@ from k3jax.data.images import Item
 from k3jax.data.sources import DataError
 
 
-def assign(counts: Sequence[int], rows: int, capacity: int) -> list[int] | None:
-    """The row of each item: the longest first, each to the least loaded row. None if they do not fit so."""
+def assign(counts: Sequence[int], rows: int, capacity: int, texts: Sequence[int] = ()) -> list[int] | None:
+    """The row of each item: the longest first, each to the least loaded row. None if they do not fit.
+
+    Args:
+        texts: the row of text of each item. Items may fit so where the longest first do not.
+    """
     load, out = [0] * rows, [0] * len(counts)
     for item in sorted(range(len(counts)), key=lambda i: -counts[i]):
         row = min(range(rows), key=load.__getitem__)
         load[row] += counts[item]
         if load[row] > capacity:
-            return None
+            return _by_text(counts, rows, capacity, texts)
         out[item] = row
     return out
 
 
-def rows_needed(counts: Sequence[int], capacity: int, choices: Sequence[int]) -> int:
+def _by_text(counts: Sequence[int], rows: int, capacity: int, texts: Sequence[int]) -> list[int] | None:
+    load: dict[int, int] = {}
+    for row, count in zip(texts, counts):
+        load[row] = load.get(row, 0) + count
+    fits = load and max(load) < rows and max(load.values()) <= capacity
+    return list(texts) if fits else None
+
+
+def text_rows(items: Sequence[Sequence[Item]]) -> list[int]:
+    """The row of text of each item, as `assign` takes them."""
+    return [row for row, of_row in enumerate(items) for _ in of_row]
+
+
+def rows_needed(counts: Sequence[int], capacity: int, choices: Sequence[int], texts: Sequence[int] = ()) -> int:
     """The first of `choices` (ascending numbers of rows) for which `assign` succeeds.
 
     Raises:
         DataError: none does.
     """
     for rows in choices:
-        if assign(counts, rows, capacity) is not None:
+        if assign(counts, rows, capacity, texts) is not None:
             return rows
     raise _does_not_fit(counts, max(choices), capacity)
 
@@ -88,7 +105,7 @@ def arrange(
     if len(items) != len(tokens):
         raise DataError(f"images of {len(items)} rows for {len(tokens)} rows of tokens")
     counts = [len(item.patches) for item in flat]
-    row_of = assign(counts, rows, patches)
+    row_of = assign(counts, rows, patches, text_rows(items))
     if row_of is None:
         raise _does_not_fit(counts, rows, patches)
 

@@ -77,28 +77,31 @@ def _stored(value: Any, folder: Path) -> list[Stored]:
     """
     if value is None:
         return []
-    if isinstance(value, list):
-        return [
-            image
-            for part in value
-            for image in (_video(part, folder) if isinstance(part, list) else _stored(part, folder))
-        ]
-    path = value.get("path") if isinstance(value, dict) else None
+    if not isinstance(value, list):
+        return [_image(value, folder)]
+    return [_video(part, folder) if isinstance(part, list) else _image(part, folder) for part in value]
+
+
+def _image(value: Any, folder: Path) -> tuple[bytes | Path, str]:
+    path = data = None
     if isinstance(value, dict):
-        value = path if value.get("bytes") is None else value["bytes"]
-    if isinstance(value, bytes):
-        return [(value, f" ({path})" if path else "")]
-    if isinstance(value, str):
-        return [(folder / value, f" ({value})")]
-    raise ImageError(f"an image is a path, bytes or {{bytes, path}}, not {type(value).__name__}")
+        path, data = value.get("path"), value.get("bytes")
+    elif isinstance(value, str):
+        path = value
+    else:
+        data = value
+    if isinstance(data, bytes):
+        return data, f" ({path})" if path else ""
+    if data is None and isinstance(path, str):
+        return folder / path, f" ({path})"
+    wrong = path if data is None else data
+    raise ImageError(
+        f"an image, and a frame of a video, is a path, bytes or {{bytes, path}}, not {type(wrong).__name__}"
+    )
 
 
-def _video(frames: list[Any], folder: Path) -> list[Stored]:
-    stored = [one for frame in frames for one in _stored(frame, folder)]
-    data = [frame for frame, _ in stored if not isinstance(frame, list)]
-    if len(data) != len(frames):
-        raise ImageError("a frame of a video is a path, bytes or {bytes, path}")
-    return [(data, f" (video of {len(data)} frames)")]
+def _video(frames: list[Any], folder: Path) -> Stored:
+    return [_image(frame, folder)[0] for frame in frames], f" (video of {len(frames)} frames)"
 
 
 class _JsonlRecords(JsonlFile):

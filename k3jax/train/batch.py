@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3jax.config import RunConfig
-from k3jax.data.patches import arrange, rows_needed
+from k3jax.data.patches import arrange, rows_needed, text_rows
 from k3jax.sharding import spec
 
 Batch = dict[str, jax.Array]
@@ -132,8 +132,9 @@ def packed(
     starts = range(0, len(tokens), per_group)
     rows = images.usual
     if alone:
-        counts = [[len(item.patches) for row in items[at : at + per_group] for item in row] for at in starts]
-        rows = max(rows_needed(count, images.patches, images.choices) for count in counts)
+        micro = [items[at : at + per_group] for at in starts]
+        counts = [[len(item.patches) for row in part for item in row] for part in micro]
+        rows = max(rows_needed(n, images.patches, images.choices, text_rows(part)) for n, part in zip(counts, micro))
     share = rows if alone else rows // _own_parts(mesh)[1]
     options = {"media_token": images.media_token, "merge": images.merge, "patch_size": images.patch_size}
     out: dict[str, list[np.ndarray]] = {}

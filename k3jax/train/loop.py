@@ -419,7 +419,7 @@ class _Run:
             "step": pending.step,
             "nonfinite": terms,
             "metrics": values,
-            "documents": {str(i): self.data.documents.name(i) for i in ids},
+            "documents": {str(i): self.data.name(i) for i in ids},
             "skipped": self.skipped,
             "skip_nonfinite": budget,
         }

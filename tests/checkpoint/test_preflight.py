@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from released import INDEX, LM, PACKED, TINY, changed, copied, read, values_of, write
 
+from k3jax.checkpoint.hf_config import config_from_hf
 from k3jax.checkpoint.layout import CheckpointFormatError
 from k3jax.checkpoint.preflight import preflight
+from k3jax.config import ConfigError
 
 LAYER = LM + "model.layers.{}."
 
@@ -152,6 +154,37 @@ def test_a_config_that_the_model_does_not_implement_is_refused(tmp_path, field, 
     text.pop(field, None) if value is None else text.update({field: value})
     with pytest.raises(CheckpointFormatError, match=word):
         preflight(write(tmp_path / "x", read(TINY), values))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("merge_kernel_size", ([], 2, [2, 3], [2.0, 2.0], None)),
+        ("vt_num_attention_heads", (0, -1, "2", 2.5)),
+        ("patch_size", (0, 1.5, "14", True, None)),
+        ("init_pos_emb_width", (0, 4.0, float("nan"))),
+        ("projector_ln_eps", (0, "x", [], None, float("nan"))),
+        ("vt_hidden_size", (15, 1.0)),
+        ("vt_num_hidden_layers", (-1, 2.0, [])),
+        ("activation_func", ("relu", None)),
+    ],
+)
+def test_every_wrong_field_of_a_tower_is_refused(field, values):
+    for value in values:
+        config = values_of(TINY)
+        config["vision_config"][field] = value
+        with pytest.raises((CheckpointFormatError, ConfigError)):
+            config_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 160.0), ("rms_norm_eps", "x"), ("num_hidden_layers", True)]
+)
+def test_a_field_of_the_text_model_has_its_type(field, value):
+    config = values_of(TINY)
+    config["text_config"][field] = value
+    with pytest.raises((CheckpointFormatError, ConfigError)):
+        config_from_hf(config)
 
 
 def _released_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:

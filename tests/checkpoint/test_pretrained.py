@@ -1,6 +1,7 @@
 """Import and export of directories in the released layout."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from k3jax.checkpoint.layout import CheckpointFormatError
 from k3jax.checkpoint.load import load_pretrained
 from k3jax.checkpoint.preflight import preflight
 from k3jax.config import MeshConfig
+from k3jax.model.k3 import create
 from k3jax.sharding import make_mesh, shardings
 
 MESHES = {
@@ -118,6 +120,20 @@ def test_a_tower_without_a_source_is_exported_with_its_configuration(tmp_path):
     k3jax.export_pretrained(got.model, got.router_bias, tmp_path / "x", dtype="float32")
     assert_same_tensors(read(tmp_path / "x"), read(TINY))
     assert preflight(tmp_path / "x").config == preflight(TINY).config
+
+
+@pytest.mark.parametrize("like", [None, TINY])
+def test_a_model_whose_config_json_would_say_something_else_is_not_exported(tmp_path, like):
+    got = load_pretrained(TINY, dtype="float32")
+    vision, mla = got.model.config.vision, got.model.config.mla
+    for change, word in (
+        ({"vision": dataclasses.replace(vision, norm_eps=1e-5)}, r"model\.vision\.norm_eps is 1e-05, a reader takes"),
+        ({"mla": dataclasses.replace(mla, lora_norm_eps=1e-3)}, r"model\.mla\.lora_norm_eps"),
+    ):
+        other = create(dataclasses.replace(got.model.config, **change))
+        with pytest.raises(CheckpointFormatError, match=word):
+            k3jax.export_pretrained(other, got.router_bias, tmp_path / "x", like=like)
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_without_a_source_has_the_releases_names_dtypes_and_padding(small, tmp_path):

@@ -363,6 +363,64 @@ def test_documents_with_bad_images_are_left_out_counted_and_logged_once(damaged,
         assert_same(take_from(opened(corpus, on_error="skip"), state, 20), batches[first : first + 20])
 
 
+def test_a_run_goes_on_past_a_document_that_went_bad_in_its_middle(corpus, tmp_path):
+    data = opened(corpus, share=1, on_error="skip")
+    with data.train_loader() as loader:
+        states = []
+        for _ in range(20):
+            take(loader, 1)
+            states.append(loader.get_state())
+    for i in range(12):
+        (tmp_path / "pictures" / f"{i}.png").unlink()
+    position = [max(taken for _, taken in state["cursors"]) for state in states]
+    assert any(position)
+    for state in states:
+        for batch in take_from(opened(corpus, share=1, on_error="skip"), state, 4):
+            assert not any(batch["images"])
+            assert (batch["segment_ids"] > 0).all()
+
+
+def test_a_position_inside_an_image_is_refused(corpus):
+    data = opened(corpus, share=1)
+    packer = ImagePacker(DocumentOrder(data.images.train, None), data.images.store, 1, 64, 100, first_id=0)
+    document = next(i for i, d in enumerate(data.images.train) if data.images.store.content(int(d)).images)
+    image = data.images.store.content(int(data.images.train[document])).images[0]
+    for taken in (image.start + 1, image.stop - 1):
+        packer.seek(np.array([[document, taken]]))
+        with pytest.raises(DataError, match="tokens into document .* an image there: the data or the tokenizer is not"):
+            packer.skip(0)
+    packer.seek(np.array([[document, image.start]]))
+    packer.skip(0)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "python8k"])
+def test_the_shortest_rows_hold_an_image_of_any_size(corpus, tmp_path, tokenizer):
+    """Numbers that take many tokens; one token less is refused."""
+    config = dataclasses.replace(corpus, tokenizer=tokenizer, sequence_length=8)
+    with pytest.raises(DataError, match="at least") as refused:
+        opened(config, share=1)
+    config = dataclasses.replace(config, sequence_length=int(str(refused.value).split()[-1]))
+    sizes = [(888, 998), (1, 44388), (9983, 888)]
+    for i, (height, width) in enumerate(sizes):
+        (tmp_path / "pictures" / f"{i}.png").write_bytes(encode_png(np.zeros((height, width), np.uint8)))
+    records = [json.dumps({"text": "", "images": [f"{i % 3}.png"]}) for i in range(30)]
+    (tmp_path / "pictures" / "d.jsonl").write_text("\n".join(records))
+    with opened(config, share=1).train_loader() as loader:
+        shown = {item.size for row in rows_of(take(loader, 12)) for item in row["images"]}
+    assert shown == {(width, height) for height, width in sizes}
+
+
+def test_ids_of_a_batch_name_documents_of_either_kind(corpus):
+    data = opened(corpus)
+    with data.train_loader() as loader:
+        ids = np.unique(np.concatenate([b["document_ids"].ravel() for b in take(loader, 30)]))
+    names = {data.name(int(i)) for i in ids if i >= 0}
+    count = len(data.documents)
+    assert names == {data.documents.name(i) for i in ids if 0 <= i < count} | {
+        data.images.documents.name(i - count) for i in ids if i >= count
+    }
+
+
 def test_if_every_document_is_bad_loading_ends(corpus, tmp_path):
     lines = [json.dumps({"text": "<image><image>", "images": ["0.png"]}) for _ in range(30)]
     (tmp_path / "pictures" / "d.jsonl").write_text("\n".join(lines))

@@ -364,7 +364,7 @@ def test_a_piece_of_video_keeps_its_budget_and_each_frame_the_released_limit():
     assert [item.grid for item in video_items(video, "clip", SMALL, budget=70)] == [(4, 4, 4), (1, 4, 4)]
     assert fitted_size(4000, 3000, RELEASED, images.MAX_FRAME_PATCHES) == (2054, 1540)
     assert video_items([Image.new("RGB", (4000, 3000))], "clip", RELEASED)[0].grid == (1, 110, 148)
-    with pytest.raises(DataError, match="budget of 3"):
+    with pytest.raises(ImageError, match=r"clip: 4 frames share 15 patches, and one takes at least 4; .* have 16"):
         video_items(video, "clip", SMALL, budget=15)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3jax.data.images import Item, patchify
-from k3jax.data.patches import arrange, assign, rows_needed
+from k3jax.data.patches import arrange, assign, rows_needed, text_rows
 from k3jax.data.sources import DataError
 
 MEDIA, P = 99, 2
@@ -149,6 +149,25 @@ def test_the_longest_go_first_to_the_least_loaded_row():
     assert assign([5, 5, 5], rows=3, capacity=5) == [0, 1, 2]
     assert assign([], rows=1, capacity=1) == []
     assert assign([5, 5, 5], rows=2, capacity=9) is None
+
+
+@given(st.lists(st.lists(st.integers(1, 6), max_size=5), min_size=1, max_size=6))
+def test_what_fits_in_rows_of_text_fits_in_as_many_rows_of_patches(rows):
+    """Full ones too, which the longest first may miss."""
+    items = [[Item(np.zeros((n, 1), np.uint8), (1, 1, n), (1, 1)) for n in row] for row in rows]
+    counts, capacity = [n for row in rows for n in row], max(1, *map(sum, rows))
+    out = assign(counts, len(rows), capacity, text_rows(items))
+    assert out is not None
+    assert len(out) == len(counts)
+    assert all(sum(n for n, r in zip(counts, out) if r == row) <= capacity for row in range(len(rows)))
+    assert rows_needed(counts, capacity, [len(rows)], text_rows(items)) == len(rows)
+
+
+def test_full_rows_of_text_are_arranged_as_they_are():
+    assert assign([3, 3, 2, 2, 2], rows=2, capacity=6) is None
+    full = [[image(2, 6)] * 2, [image(2, 4)] * 3]
+    tokens = np.full((2, 6), MEDIA)
+    assert arrange(full, tokens, **shape(rows=2, patches=24))["patch_item"].all()
 
 
 def test_rows_needed_is_the_smallest_choice():

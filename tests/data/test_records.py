@@ -165,6 +165,14 @@ def test_an_image_over_the_budget_is_made_smaller(tmp_path):
         ({"text": "<image>", "images": []}, "1 <image> in the text, 0 images"),
         ({"text": "t", "images": [7]}, "not int"),
         ({"text": "t", "images": [{"url": "x"}]}, "not NoneType"),
+        ({"text": "t", "images": ["good.png", None]}, "not NoneType"),
+        ({"text": "t", "images": [{"bytes": "good.png"}]}, "not str"),
+        ({"text": "t", "images": {"bytes": 7, "path": "good.png"}}, "not int"),
+        ({"text": "t", "images": [["good.png", None]]}, "not NoneType"),
+        ({"text": "t", "images": [[["good.png"]]]}, "a frame of a video, is .* not list"),
+        ({"text": "t", "images": [["good.png"], []]}, r"image 2 \(video of 0 frames\)"),
+        ({"text": "t", "images": ["."]}, r"image 1 \(\.\): image cannot be read: .* directory"),
+        ({"text": "t", "images": ["/dev/zero"]}, "image cannot be read: /dev/zero is no file"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_by_file_line_and_place(tmp_path, record, reason):

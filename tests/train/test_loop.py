@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from micro import micro_config, micro_model
 
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, MeshConfig, RunConfig, to_dict
-from k3jax.data.loader import open_data
+from k3jax.data.loader import TextData, open_data
 from k3jax.data.sources import DataError
 from k3jax.sharding import make_mesh
 from k3jax.train import loop
@@ -301,6 +303,21 @@ def test_a_nan_stops_the_run_names_the_documents_and_may_be_skipped(micro_run, m
     assert step == 6
     assert arrays["training['step']"] == 5  # one update fewer than batches
     assert all(np.isfinite(value).all() for value in arrays.values())
+
+
+def test_a_nonfinite_step_names_documents_with_images(tmp_path):
+    texts, pictures = MagicMock(), MagicMock()
+    texts.__len__.return_value, texts.name, pictures.documents.name = 3, "text {}".format, "image {}".format
+    data = TextData(*[MagicMock()] * 6, pictures)
+    data = dataclasses.replace(data, documents=texts)
+    run = object.__new__(loop._Run)
+    run.config, run.run_dir, run.data = micro_config("", tmp_path), tmp_path, data
+    run.store, run.skipped = MagicMock(latest=4), 0
+    metrics = {"cross_entropy": math.nan, "z_loss": 0.0, "grad_norm": 1.0, "loss": math.nan}
+    with pytest.raises(NonFiniteError):
+        run._nonfinite(loop._Pending(5, {}, np.array([[-1, 2, 3, 8]]), 0, None), metrics, True)
+    facts = json.loads((tmp_path / "nonfinite_step_5.json").read_text())
+    assert facts["documents"] == {"2": "text 2", "3": "image 0", "8": "image 5"}
 
 
 def test_a_spent_skip_budget_is_remembered_across_a_resume(micro_run, monkeypatch, tmp_path):
