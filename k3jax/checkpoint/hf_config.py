@@ -98,10 +98,15 @@ def check_stored(config: ModelConfig, stored: ModelConfig) -> None:
     if config.vision is None:
         stored = dataclasses.replace(stored, vision=None)
     changes = diff_dicts(to_dict(config), to_dict(stored))
+    silent = set(_UNSTORED)
+    if config.moe.latent_size is None:
+        silent.add("moe.latent_norm")
+    if config.kda.gate == "softplus":
+        silent.add("kda.gate_lower_bound")
     wrong = [
         f"model.{name} is {ours!r}, a reader takes {theirs!r}"
         for name, (ours, theirs) in changes.items()
-        if name not in _UNSTORED
+        if name not in silent
     ]
     if wrong:
         raise CheckpointFormatError(f"config.json cannot say what the model computes: {'; '.join(wrong)}")
@@ -311,9 +316,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def is_kimi_linear(config: ModelConfig) -> bool:
     """Whether the model has none of the fields that K3 added."""
-    k3 = (config.attn_res_block_size, config.situ_beta, config.moe.latent_size, config.vision)
+    k3 = (config.attn_res_block_size, config.situ_beta, config.situ_linear_beta, config.moe.latent_size, config.vision)
     gates = config.mla.output_gate or config.kda.full_rank_output_gate or config.kda.gate == "lower_bound"
-    return not gates and k3 == (None,) * 4
+    return not gates and k3 == (None,) * 5
 
 
 def quantization(values: dict[str, Any]) -> bool:
