@@ -316,9 +316,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def is_kimi_linear(config: ModelConfig) -> bool:
     """Whether the model has none of the fields that K3 added."""
-    k3 = (config.attn_res_block_size, config.situ_beta, config.moe.latent_size, config.vision)
+    k3 = (config.attn_res_block_size, config.situ_beta, config.situ_linear_beta, config.moe.latent_size, config.vision)
     gates = config.mla.output_gate or config.kda.full_rank_output_gate or config.kda.gate == "lower_bound"
-    return not gates and k3 == (None,) * 4
+    return not gates and k3 == (None,) * 5
 
 
 def quantization(values: dict[str, Any]) -> bool:

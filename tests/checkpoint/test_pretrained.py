@@ -13,11 +13,11 @@ from released import LM, TINY, assert_same_tensors, changed, read, values_of, wr
 
 import k3jax
 from k3jax.checkpoint import export, hf, load
+from k3jax.checkpoint.hf_config import check_stored, config_from_hf, config_to_hf
 from k3jax.checkpoint.layout import CheckpointFormatError
 from k3jax.checkpoint.load import load_pretrained
 from k3jax.checkpoint.preflight import preflight
-from k3jax.config import MeshConfig
-from k3jax.model.k3 import create
+from k3jax.config import MeshConfig, moonvit, nano
 from k3jax.sharding import make_mesh, shardings
 
 MESHES = {
@@ -124,15 +124,15 @@ def test_a_tower_without_a_source_is_exported_with_its_configuration(tmp_path):
 
 @pytest.mark.parametrize("like", [None, TINY])
 def test_a_model_whose_config_json_would_say_something_else_is_not_exported(tmp_path, like):
-    got = load_pretrained(TINY, dtype="float32")
-    vision, mla = got.model.config.vision, got.model.config.mla
+    config = preflight(TINY).config
+    vision, mla = config.vision, config.mla
     for change, word in (
         ({"vision": dataclasses.replace(vision, norm_eps=1e-5)}, r"model\.vision\.norm_eps is 1e-05, a reader takes"),
         ({"mla": dataclasses.replace(mla, lora_norm_eps=1e-3)}, r"model\.mla\.lora_norm_eps"),
     ):
-        other = create(dataclasses.replace(got.model.config, **change))
+        other = load_pretrained(TINY, **change)
         with pytest.raises(CheckpointFormatError, match=word):
-            k3jax.export_pretrained(other, got.router_bias, tmp_path / "x", like=like)
+            k3jax.export_pretrained(other.model, other.router_bias, tmp_path / "x", like=like)
     assert not list(tmp_path.iterdir())
 
 
@@ -175,6 +175,45 @@ SPOILT = {
     "block_sparse_moe.experts.7.w2.weight": -np.inf,
     "self_attn.dt_bias": np.nan,
 }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"situ_beta": None},
+        {"situ_linear_beta": None},
+        {"attn_res_block_size": None},
+        {"vision": moonvit()},
+        {"kda": {"gate": "softplus", "gate_lower_bound": -3.0}},
+        {"moe": {"latent_size": None}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_config_json_says_what_a_model_computes(change, linear):
+    """What it has no field for has no say there."""
+    config = nano()
+    if linear:
+        kda = dataclasses.replace(config.kda, gate="softplus", full_rank_output_gate=False)
+        mla, moe = dataclasses.replace(config.mla, output_gate=False), dataclasses.replace(config.moe, latent_size=None)
+        config = dataclasses.replace(config, kda=kda, mla=mla, moe=moe, attn_res_block_size=None, situ_beta=None)
+    for name, value in change.items():
+        value = dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
+        config = dataclasses.replace(config, **{name: value})
+    check_stored(config, config_from_hf(config_to_hf(config, "float32")))
+
+
+@pytest.mark.parametrize("name", ["vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.2.weight"])
+def test_nan_in_a_tower_is_named_and_a_model_of_text_does_not_mind(tmp_path, name):
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[-1] = np.nan
+
+    directory = changed(TINY, tmp_path / "x", spoil)
+    with pytest.raises(CheckpointFormatError, match=rf"safetensors: {name} holds NaN"):
+        load_pretrained(directory)
+    assert load_pretrained(directory, vision=None).model.config.vision is None
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -11,11 +11,11 @@ from helpers import GOLDEN, golden_cases, micro, relmax
 from jax.sharding import PartitionSpec as P
 
 from k3jax.checkpoint import hf
-from k3jax.config import MeshConfig, VisionConfig, k3, moonvit, nano
+from k3jax.config import ConfigError, MeshConfig, VisionConfig, k3, moonvit, nano
 from k3jax.data.images import Item
 from k3jax.data.patches import arrange, assign
 from k3jax.model.k3 import K3, create
-from k3jax.model.vision import Images
+from k3jax.model.vision import Images, Vision
 from k3jax.sharding import make_mesh, shardings, spec
 
 TINY = GOLDEN / "g9_checkpoint" / "tiny_k3"
@@ -237,6 +237,43 @@ def test_rematerialised_blocks_change_no_gradient(seeing):
         return jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(v(images, remat=remat)))))(seeing.vision)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradient(False), gradient(True))
+
+
+@pytest.mark.parametrize(
+    ("merge", "grids", "rows", "patches"),
+    [
+        pytest.param(
+            2, [(1, 200, 2), (1, 2, 300)], 2, 600, id="fifty times the table, a full row", marks=pytest.mark.slow
+        ),
+        pytest.param(2, [(4, 2, 2), (1, 2, 2)], 4, 16, id="one token of four frames, empty rows"),
+        pytest.param(1, [(1, 1, 1), (1, 3, 5), (4, 1, 2)], 1, 24, id="merge 1", marks=pytest.mark.slow),
+        pytest.param(3, [(1, 3, 3), (2, 6, 9)], 1, 117, id="merge 3"),
+    ],
+)
+def test_extreme_items_are_finite_and_near_float32_in_bfloat16(merge, grids, rows, patches):
+    rng = np.random.default_rng(9)
+    items = [Item(rng.integers(0, 256, (t * h * w, 12), np.uint8), (t, h, w), (1, 1)) for t, h, w in grids]
+    tokens = np.full((1, sum(item.features(merge) for item in items)), MEDIA)
+    shape = {"media_token": MEDIA, "rows": rows, "patches": patches, "merge": merge, "patch_size": 2}
+    images = Images.of({name: jnp.asarray(a) for name, a in arrange([items], tokens, **shape).items()})
+
+    def loss(vision):
+        features = features_in_order(vision(images), images.index).astype(jnp.float32)
+        return jnp.sum(jnp.sin(features)), features
+
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        tower = Vision(micro(vision=replace(VISION, merge=merge), dtype=dtype), jax.random.key(0))
+        (_, features), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(tower)
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
+        found.append(np.asarray(features))
+    assert np.abs(found[1] - found[0]).max() < 0.03 * np.abs(found[0]).max()
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 15}, {"head_dim": 6}, {"projector_norm_eps": 0.0}, {"merge": 0}])
+def test_a_tower_that_cannot_be_is_refused(change):
+    with pytest.raises(ConfigError, match=f"VisionConfig.{next(iter(change))} must be"):
+        replace(VISION, **change)
 
 
 def test_text_alone_runs_no_tower(seeing):
