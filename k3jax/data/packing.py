@@ -186,7 +186,8 @@ class ImageStore:
             content = self._read(document)
         except ImageError as error:
             if not self._skip_bad:
-                raise
+                advice = "data.images.on_error 'skip' leaves such documents out"
+                raise ImageError(f"{error}; {advice}") from error
             content = Content(np.zeros(0, np.int32))
             self.skipped[document] = name = self._documents.name(document)
             logger.warning("left out %s, bad document number %d: %s", name, len(self.skipped), error)
