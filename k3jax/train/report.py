@@ -107,7 +107,8 @@ def _images(source: dict[str, str | int]) -> list[str]:
     return [
         f"images      {source['image_source']}: hash of the list {source['image_files_hash']}; "
         f"{source['image_train_documents']:,} documents to train on, {source['image_validation_documents']:,} held "
-        f"out; {source['image_shards']} of {source['virtual_shards']} shards, an image has at most {source['image_budget']} patches"
+        f"out; {source['image_shards']} of {source['virtual_shards']} shards, an image "
+        f"has at most {source['image_budget']} patches"
     ]
 
 
