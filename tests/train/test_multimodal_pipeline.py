@@ -86,6 +86,7 @@ def programs(trainer: PipelineTrainer) -> list[set[str]]:
     return [set(trainer.chunks[0].programs), *(set(tower.programs) for tower in trainer.towers.ranks)]
 
 
+@pytest.mark.slow  # two minutes from a cold cache; text on pipelines is in every run
 def test_a_pipeline_takes_the_multimodal_step_of_one_device(x64):
     """Four micro-batches, the second one of text."""
     config = config_of(MeshConfig(pipe=2), 2, accumulation=4)

@@ -82,7 +82,7 @@ CASES = {
     "data=2, expert=2, context=2, fsdp": (MeshConfig(data=2, expert=2, context=2, fsdp=True), {"accumulation": 2}),
     "data=2, tensor=2, context=2": (MeshConfig(data=2, tensor=2, context=2), {}),
 }
-FAST = ("data=8", "context=4")
+FAST = ("context=4",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])

@@ -70,6 +70,7 @@ def test_a_tower_learns_to_see_beside_text(text_folder, tmp_path):
     assert blind.digits <= 0.2
 
 
+@pytest.mark.slow  # that the data do is tested with the loader
 def test_a_run_with_images_resumes_bit_for_bit(text_folder, tmp_path):
     """Two steps and three more are five."""
     images = ImagesConfig(source="digits", share=0.5, patches=64)
