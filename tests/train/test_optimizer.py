@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from k3jax.config import ModelConfig, OptimizerConfig, nano
+from k3jax.config import ModelConfig, OptimizerConfig, moonvit, nano
 from k3jax.train.optimizer import (
     GROUPS,
     LEAVES,
@@ -22,6 +22,7 @@ from k3jax.train.optimizer import (
     qk_clip,
     update_rms,
 )
+from k3jax.train.state import abstract_params
 
 D, H, K, R, E, L, F, N = 24, 3, 8, 10, 4, 12, 20, 2
 BLOCKS = {
@@ -247,8 +248,14 @@ def test_every_parameter_belongs_to_one_group():
         by_group[group].add(path_names(path)[-1])
     assert by_group["muon_head"] == {"q_proj", "k_proj", "v_proj", "q_b", "k_b", "v_b"}
     assert by_group["muon_expert"] == {"w1", "w2", "w3"}
-    assert set.union(*by_group.values()) == set(LEAVES)
-    assert sum(map(len, by_group.values())) == len(LEAVES)
+    tower = {"patch_embed": "adamw", "positions": "adamw", "fc0": "muon_matrix", "fc1": "muon_matrix"}
+    assert set.union(*by_group.values()) == LEAVES.keys() - tower.keys()
+    assert sum(map(len, by_group.values())) == len(LEAVES) - len(tower)
+    vision = abstract_params(nano(vision=moonvit())).vision
+    of_tower = jax.tree_util.tree_flatten_with_path(make_optimizer(OptimizerConfig(), vision, 100).groups)[0]
+    groups_of_tower = {path_names(path)[-1]: group for path, group in of_tower}
+    assert tower.items() <= groups_of_tower.items()
+    assert {groups_of_tower[name] for name in ("q_proj", "k_proj", "v_proj")} == {"muon_head"}
     split = make_optimizer(OptimizerConfig(muon_split_outputs=True), shapes, 100).groups
     mixer = split["segments"][0]["runs"][0]["mixer"]
     assert {mixer["g_proj"], mixer["g_b"], mixer["o_proj"]} == {"muon_head"}
