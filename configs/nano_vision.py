@@ -15,11 +15,11 @@ config = RunConfig(
     data=DataConfig(sequence_length=128, batch_size=16, images=ImagesConfig(source="digits", share=0.5, patches=96)),
     optimizer=OptimizerConfig(learning_rate=2e-3),
     train=TrainConfig(
-        steps=300,
-        eval_interval=150,
+        steps=200,
+        eval_interval=100,
         eval_batches=8,
-        sample_interval=150,
-        checkpoint_interval=150,
+        sample_interval=100,
+        checkpoint_interval=100,
     ),
     run_dir="runs/nano_vision",
 )
