@@ -29,7 +29,7 @@ from PIL import ExifTags, Image
 
 from k3jax.config import VisionConfig
 from k3jax.data.sources import DataError
-from k3jax.data.tokenizers import Tokenizer
+from k3jax.data.tokenizers import MEDIA_TOKEN, Tokenizer
 
 MAX_PATCHES = 65_536
 MAX_FRAME_PATCHES = 16_384
@@ -211,9 +211,9 @@ def patchify(pixels: UInt8[np.ndarray, "t H W 3"], patch_size: int) -> UInt8[np.
 def prompt(item: Item, tokenizer: Tokenizer, merge: int) -> list[int]:
     """Token ids that stand for an image: its original size in words, and one `<|media_pad|>` for each feature."""
     width, height = item.size
-    text = f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>"
+    text = f"<|media_begin|>image {width}x{height}<|media_content|>{MEDIA_TOKEN}<|media_end|>"
     ids = tokenizer.encode(text, allow_special=True)
-    pad = tokenizer.special_tokens["<|media_pad|>"]
+    pad = tokenizer.special_tokens[MEDIA_TOKEN]
     place = ids.index(pad)
     return ids[:place] + [pad] * item.features(merge) + ids[place + 1 :]
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from k3jax.config import RunConfig, to_dict
@@ -66,3 +67,15 @@ def run(*args, **kwargs) -> list[str]:
     for rank, (status, out, err) in enumerate(results):
         assert status == 0, f"process {rank} left with {status}\n{out[-2000:]}\n{err[-4000:]}"
     return [out for _, out, _ in results]
+
+
+def train_from_nothing(configuration: str, folder: Path, timeout: float) -> str:
+    """Output of `train.py` with a cold compile cache, its run in `folder`/run; prints how long it took."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
+    begin = time.monotonic()
+    command = [sys.executable, "train.py", f"configs/{configuration}.py", "--run-dir", str(folder / "run")]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    print(f"{configuration} from nothing took {time.monotonic() - begin:.0f} s")
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout

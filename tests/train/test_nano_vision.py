@@ -1,24 +1,18 @@
 """Learning to see from nothing, by the loss of the text alone."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from micro import micro_config, micro_model
+from processes import train_from_nothing
 
 from benchmarks.digits import measure
 from k3jax.config import ImagesConfig, VisionConfig
 from k3jax.generate import load
 from k3jax.sharding import make_mesh
 from k3jax.train import loop
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
@@ -27,13 +21,7 @@ def test_nano_reads_digits_that_it_has_never_seen(tmp_path):
 
     The time limit of eight minutes holds on an idle machine with two cores; the figure is printed.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "cache")
-    begin = time.monotonic()
-    command = [sys.executable, "train.py", "configs/nano_vision.py", "--run-dir", str(tmp_path / "run")]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400)
-    print(f"nano_vision from nothing took {time.monotonic() - begin:.0f} s")
-    assert result.returncode == 0, result.stderr[-2000:]
+    train_from_nothing("nano_vision", tmp_path, timeout=2400)
     loaded = load(tmp_path / "run")
     seen, blind = (measure(loaded, count=500, blank=blank) for blank in (False, True))
     print(f"with pixels {seen}, without {blind}")
