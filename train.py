@@ -3,6 +3,9 @@
 The first argument is a Python file that defines `config = RunConfig(...)`; any field can be overridden by its dotted
 name (`--help` lists them). The same command resumes a run that was stopped, from its last complete checkpoint. What
 torchrun or `srun` starts is one of several processes of a run: docs/cluster.md.
+
+Exit status: 0 when the run is done, and when SIGTERM or Ctrl-C stopped it with a checkpoint; 1 after a step that was
+not finite; 2 when something was refused.
 """
 
 import dataclasses

@@ -19,9 +19,10 @@ import tyro
 
 from benchmarks.common import device_line, write_results
 from benchmarks.train_step import set_up
-from k3jax.config import ImagesConfig, RunConfig
+from k3jax.config import ImagesConfig, RunConfig, VisionConfig
 from k3jax.data.images import Item
 from k3jax.data.tokenizers import MEDIA_TOKEN
+from k3jax.model.vision import require_tower
 from k3jax.sharding import make_mesh
 from k3jax.train import flops
 from k3jax.train.batch import patch_rows, place_batch
@@ -40,14 +41,17 @@ class Arguments:
     steps: int = 20
 
 
-def with_images(batch: dict[str, Any], config: RunConfig, media: int, share: float, side: int) -> dict[str, Any]:
-    """A batch of text whose rows begin with images; the loss is not on their tokens."""
-    vision = config.model.vision
-    assert vision is not None, "the configuration's model has no tower"
-    grid, rng = (1, side * vision.merge, side * vision.merge), np.random.default_rng(0)
-    count = round(share * config.data.sequence_length / side**2)
+def images_in_a_row(length: int, share: float, side: int) -> int:
+    """How many images of `side` × `side` tokens are nearest to `share` of a row."""
+    count = round(share * length / side**2)
     if not count:
-        sys.exit(f"error: {share} of {config.data.sequence_length} tokens is no image of {side} × {side}")
+        sys.exit(f"error: {share} of {length} tokens is no image of {side} × {side}")
+    return count
+
+
+def with_images(batch: dict[str, Any], vision: VisionConfig, media: int, count: int, side: int) -> dict[str, Any]:
+    """A batch of text whose rows begin with `count` images; the loss is not on their tokens."""
+    grid, rng = (1, side * vision.merge, side * vision.merge), np.random.default_rng(0)
     shape = (grid[1] * grid[2], 3 * vision.patch_size**2)
     pixels = (grid[2] * vision.patch_size, grid[1] * vision.patch_size)
     tokens, mask = batch["tokens"].copy(), batch["loss_mask"].copy()
@@ -59,11 +63,10 @@ def with_images(batch: dict[str, Any], config: RunConfig, media: int, share: flo
 
 def main(arguments: Arguments) -> None:
     """Times both steps."""
-    config, vision = arguments.config, arguments.config.model.vision
-    assert vision is not None, "the configuration's model has no tower"
-    count = round(arguments.share * config.data.sequence_length / arguments.side**2)
+    config, vision = arguments.config, require_tower(arguments.config.model.vision)
+    count = images_in_a_row(config.data.sequence_length, arguments.share, arguments.side)
     patches = count * (arguments.side * vision.merge) ** 2
-    images = ImagesConfig(source="random", share=1.0, patches=max(patches, vision.merge**2))
+    images = ImagesConfig(source="random", share=1.0, patches=patches)
     packed = dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, images=ImagesConfig()))
     print(device_line())
@@ -74,7 +77,7 @@ def main(arguments: Arguments) -> None:
         rows = patch_rows(packed, mesh, media)
         with data.train_loader() as loader:
             text = next(loader)
-        seen = with_images(text, config, media, arguments.share, arguments.side)
+        seen = with_images(text, vision, media, count, arguments.side)
         batches = {"text": place_batch(text, config.train.accumulation, mesh)}
         batches["images"] = place_batch(seen, config.train.accumulation, mesh, rows)
         compiled = {name: step.lower(state, batch).compile() for name, batch in batches.items()}

@@ -29,7 +29,7 @@ import tyro
 from k3jax.checkpoint.publish import Directory, Follower, Served, Source, Stream
 from k3jax.checkpoint.store import CheckpointError, CheckpointStore
 from k3jax.config import ConfigError, RunConfig, VisionConfig, from_dict
-from k3jax.data.images import Item, open_item
+from k3jax.data.images import ImageSource, Item, open_item
 from k3jax.data.images import prompt as image_prompt
 from k3jax.data.patches import arrange
 from k3jax.data.records import between_images
@@ -37,10 +37,12 @@ from k3jax.data.sources import DataError
 from k3jax.data.tokenizers import MEDIA_TOKEN, StreamDecoder, Tokenizer, check_tokens, load_tokenizer
 from k3jax.model.k3 import K3, Cache, init_cache
 from k3jax.model.quantize import served
-from k3jax.model.vision import Images
+from k3jax.model.vision import Images, require_tower
 from k3jax.sharding import place, shardings
 from k3jax.train.state import abstract_params
 
+TEMPERATURE = 0.8
+"""Of every text that is not told another one: here, on the command line, and of a run's samples."""
 _BUCKET = 64  # prompts are padded on the left to a multiple, so that few lengths are compiled
 
 
@@ -132,16 +134,19 @@ def generate_tokens(
     prompt: list[int],
     *,
     max_tokens: int,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
     items: Sequence[Item] = (),
     media_token: int = -1,
 ) -> Iterator[int]:
-    """Yields ids one by one until `max_tokens` or the id `stop` (which is not yielded).
+    """Ids one by one, until `max_tokens` or the id `stop`, which is not among them; arguments are checked by the call.
 
     Args:
+        router_bias: float32 [MoE layers, E].
+        prompt: ids below the model's vocabulary.
+        temperature: 0 takes the most likely id.
         items: images of the prompt, in order; one `media_token` in the prompt stands for each of their features.
 
     Raises:
@@ -159,27 +164,28 @@ def generate_tokens(
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, padded - len(prompt) :] = prompt
     segment_ids = (np.arange(padded) >= padded - len(prompt)).astype(np.int32)[None]
-    cache = init_cache(model.config, 1, length)
     images = _images(model, tokens, items, media_token)
-    logits, cache = prefill(model, router_bias, jnp.asarray(tokens), jnp.asarray(segment_ids), cache, images)
-    key = jax.random.key(seed)
-    for i in range(max_tokens):
-        drawn = _sample(logits, jax.random.fold_in(key, i), jnp.float32(temperature), jnp.float32(top_p))
-        token = int(drawn[0])
-        if token == stop:
-            return
-        yield token
-        if i + 1 < max_tokens:
-            logits, cache = decode(model, router_bias, drawn, cache)
+
+    def ids() -> Iterator[int]:
+        key, cache = jax.random.key(seed), init_cache(model.config, 1, length)
+        logits, cache = prefill(model, router_bias, jnp.asarray(tokens), jnp.asarray(segment_ids), cache, images)
+        for i in range(max_tokens):
+            drawn = _sample(logits, jax.random.fold_in(key, i), jnp.float32(temperature), jnp.float32(top_p))
+            token = int(drawn[0])
+            if token == stop:
+                return
+            yield token
+            if i + 1 < max_tokens:
+                logits, cache = decode(model, router_bias, drawn, cache)
+
+    return ids()
 
 
 def _images(model: K3, tokens: np.ndarray, items: Sequence[Item], media_token: int) -> Images | None:
     """The images of a prompt, in one row of patches whose length is a power of two of groups."""
-    vision = model.config.vision
     if not items:
         return None
-    if vision is None:
-        raise ValueError("this model takes no images: its config has no `vision`")
+    vision = require_tower(model.config.vision)
     group = vision.merge**2
     groups = sum(len(item.patches) for item in items) // group
     options = {"merge": vision.merge, "patch_size": vision.patch_size}
@@ -189,7 +195,7 @@ def _images(model: K3, tokens: np.ndarray, items: Sequence[Item], media_token: i
 
 
 def encode_prompt(
-    text: str, images: Sequence[bytes | str | Path], tokenizer: Tokenizer, vision: VisionConfig | None
+    text: str, images: Sequence[ImageSource], tokenizer: Tokenizer, vision: VisionConfig | None
 ) -> tuple[list[int], list[Item]]:
     """Ids of a prompt and its images, read in the order of the text's `<image>`s; without one they come first.
 
@@ -199,12 +205,11 @@ def encode_prompt(
     """
     if not images:
         return tokenizer.encode(text), []
-    if vision is None:
-        raise ValueError("this model takes no images: its config has no `vision`")
+    vision = require_tower(vision)
     pieces = between_images(text, len(images), "the prompt")
     ids, items = tokenizer.encode(pieces[0]), []
     for number, (image, piece) in enumerate(zip(images, pieces[1:]), 1):
-        items.append(open_item(image, f"image {number}" if isinstance(image, bytes) else str(image), vision))
+        items.append(open_item(image, str(image) if isinstance(image, str | Path) else f"image {number}", vision))
         ids += image_prompt(items[-1], tokenizer, vision.merge) + tokenizer.encode(piece)
     return ids, items
 
@@ -216,15 +221,21 @@ def stream_text(
     prompt: str,
     *,
     max_tokens: int = 200,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     top_p: float = 1.0,
     seed: int = 0,
-    images: Sequence[bytes | str | Path] = (),
+    images: Sequence[ImageSource] = (),
 ) -> Iterator[str]:
-    """Yields the continuation of `prompt` as pieces of text, as soon as each is complete; stops at end of text.
+    """The continuation of `prompt` as pieces of text, as soon as each is complete; stops at end of text.
+
+    Prompt and images are read when it is called, so what is wrong with them is raised before the first piece.
 
     Args:
-        images: files or their contents, for the `<image>`s of the prompt; see `encode_prompt`.
+        router_bias: float32 [MoE layers, E].
+        max_tokens: how many tokens to add at most.
+        temperature: 0 is greedy.
+        top_p: nucleus; 1 keeps all.
+        images: files, their contents or `PIL.Image`s, for the `<image>`s of the prompt; see `encode_prompt`.
 
     Raises:
         DataError: the prompt holds an id outside the model's vocabulary, or an image cannot be used.
@@ -246,9 +257,13 @@ def stream_text(
         items=items,
         media_token=tokenizer.special_tokens[MEDIA_TOKEN],
     )
-    for token in tokens:
-        yield decoder.feed(token) if token < tokenizer.vocab_size else "\N{REPLACEMENT CHARACTER}"
-    yield decoder.flush()
+
+    def pieces() -> Iterator[str]:
+        for token in tokens:
+            yield decoder.feed(token) if token < tokenizer.vocab_size else "\N{REPLACEMENT CHARACTER}"
+        yield decoder.flush()
+
+    return pieces()
 
 
 def generate_text(
@@ -258,10 +273,10 @@ def generate_text(
     prompt: str,
     *,
     max_tokens: int = 200,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     top_p: float = 1.0,
     seed: int = 0,
-    images: Sequence[bytes | str | Path] = (),
+    images: Sequence[ImageSource] = (),
 ) -> str:
     """The prompt and its continuation as one string; arguments as for `stream_text`."""
     pieces = stream_text(
@@ -305,7 +320,7 @@ def main(
     /,
     prompt: str = "def ",
     max_tokens: int = 200,
-    temperature: float = 0.8,
+    temperature: float = TEMPERATURE,
     top_p: float = 1.0,
     seed: int = 0,
     step: int | None = None,

@@ -1,5 +1,7 @@
 """Sampling and cached generation."""
 
+import inspect
+import io
 import itertools
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import micro
+from PIL import Image
 
 from k3jax import generate
 from k3jax.checkpoint.publish import Publisher
@@ -19,7 +22,16 @@ from k3jax.data.digits import encode_png
 from k3jax.data.images import ImageError
 from k3jax.data.patches import arrange
 from k3jax.data.tokenizers import load_tokenizer
-from k3jax.generate import encode_prompt, generate_text, generate_tokens, sample, source_of, versions
+from k3jax.generate import (
+    Loaded,
+    encode_prompt,
+    generate_text,
+    generate_tokens,
+    sample,
+    source_of,
+    stream_text,
+    versions,
+)
 from k3jax.model.k3 import create
 from k3jax.model.vision import Images
 
@@ -50,6 +62,10 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return encode_png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+def opened(file: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(file))
+
+
 def test_generation_with_images_equals_full_passes():
     tower = VisionConfig(
         hidden_size=16, num_layers=1, num_heads=2, head_dim=8, mlp_size=24, patch_size=2, position_grid=(4, 4)
@@ -72,12 +88,40 @@ def test_generation_with_images_equals_full_passes():
 
 def test_images_that_a_prompt_cannot_have_are_refused_by_name():
     tokenizer = load_tokenizer("bytes")
-    with pytest.raises(ValueError, match="takes no images"):
-        encode_prompt("a", [picture(0, 4, 4)], tokenizer, None)
+    for image in (picture(0, 4, 4), opened(picture(0, 4, 4))):
+        with pytest.raises(ValueError, match="takes no images"):
+            encode_prompt("a", [image], tokenizer, None)
     with pytest.raises(ImageError, match="2 <image> in the text, 1 images"):
         encode_prompt("<image><image>", [picture(0, 4, 4)], tokenizer, moonvit())
     with pytest.raises(ImageError, match="nowhere.png"):
         encode_prompt("a", ["nowhere.png"], tokenizer, moonvit())
+    with pytest.raises(ImageError, match="image 2: floating-point"):
+        encode_prompt("a", [picture(0, 4, 4), Image.new("F", (4, 4))], tokenizer, moonvit())
+
+
+def test_an_opened_image_is_as_good_as_its_file():
+    tokenizer, file = load_tokenizer("bytes"), picture(0, 30, 20)
+    (ids, (of_file,)), (same_ids, (of_image,)) = (
+        encode_prompt("a<image>", [image], tokenizer, moonvit()) for image in (file, opened(file))
+    )
+    assert ids == same_ids
+    np.testing.assert_array_equal(of_file.patches, of_image.patches)
+
+
+def test_the_command_prints_no_prompt_before_it_says_what_is_wrong_with_an_image(monkeypatch, capsys):
+    run = Loaded(model(), bias(), load_tokenizer("bytes"), None, 0)
+    monkeypatch.setattr(generate, "load", lambda *args: run)
+    with pytest.raises(ValueError, match="takes no images"):
+        generate.main("run", prompt="ab", image=("a.png",))
+    assert capsys.readouterr().out == ""
+
+
+def test_all_ways_to_a_text_have_one_default_temperature():
+    defaults = [
+        inspect.signature(f).parameters["temperature"].default
+        for f in (generate_tokens, generate_text, stream_text, generate.main)
+    ]
+    assert defaults == [generate.TEMPERATURE] * 4
 
 
 def test_a_seed_fixes_the_text_and_another_changes_it():

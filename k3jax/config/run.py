@@ -304,8 +304,13 @@ class RunConfig:
         )
         ways = self.mesh.data * self.mesh.expert
         micro = batch // accumulation
+        whole = ways * accumulation
+        near = sorted({max(batch // whole, 1) * whole, (batch // whole + 1) * whole})
         require(
-            micro % ways == 0, f"a micro-batch of {micro} sequences cannot be split over data × expert = {ways} devices"
+            micro % ways == 0,
+            f"data.batch_size {batch} must be a multiple of mesh data × expert × train.accumulation = {self.mesh.data} "
+            f"× {self.mesh.expert} × {accumulation}, such as {' or '.join(map(str, near))}; else data × expert must "
+            f"divide the {micro} sequences of a micro-batch",
         )
         self._check_images()
         moe = self.model.moe

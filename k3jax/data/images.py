@@ -50,6 +50,8 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+ImageSource = bytes | str | Path | Image.Image
+"""An encoded image, its path, or one that Pillow has opened."""
 _SQUARE, _WHITE, _GREY = 8, 255, 180
 
 
@@ -124,14 +126,14 @@ def fitted_size(width: int, height: int, vision: VisionConfig, budget: int) -> t
     return size(low)
 
 
-def open_item(source: bytes | str | Path, where: str, vision: VisionConfig, budget: int | None = None) -> Item:
+def open_item(source: ImageSource, where: str, vision: VisionConfig, budget: int | None = None) -> Item:
     """Decodes one image: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, JPEG 2000 or AVIF; of several frames the first.
 
     It is turned upright by its EXIF orientation. Transparent parts show a chessboard, which is laid under the resized
     image.
 
     Args:
-        source: the encoded bytes, or a path.
+        source: the encoded bytes, a path, or an opened image of any format and mode that has a range.
         where: names the image in errors.
         budget: most patches it may have; None leaves the released limits, which are nominal.
 
@@ -139,9 +141,12 @@ def open_item(source: bytes | str | Path, where: str, vision: VisionConfig, budg
         ImageError: it cannot be read or decoded, is empty, too large, or of a pixel type without a known range.
         DataError: see `fitted_size`.
     """
-    data = io.BytesIO(_read(source, where))
-    with _decoding(where), Image.open(data, formats=_FORMATS) as stored:
-        image = _upright(stored, where)
+    with _decoding(where):
+        if isinstance(source, Image.Image):
+            image = _upright(source, where)
+        else:
+            with Image.open(io.BytesIO(_read(source, where)), formats=_FORMATS) as stored:
+                image = _upright(stored, where)
     if budget is None:
         size = resized_size(*image.size, patch_size=vision.patch_size)
     else:

@@ -34,7 +34,7 @@ from k3jax.model.decoder import Bank, DecoderLayer, Options, Tokens, run_segment
 from k3jax.model.kda import kda_cache
 from k3jax.model.mla import mla_cache
 from k3jax.model.plan import SegmentPlan, plan_layers
-from k3jax.model.vision import Images, Vision, insert
+from k3jax.model.vision import Images, Vision, insert, require_tower
 from k3jax.ops.attn_res import mix_norm, read_bank
 from k3jax.ops.norms import rms_norm
 from k3jax.sharding import embed_lookup, gathered, layout, place, whole_sequence
@@ -132,8 +132,7 @@ class Stage(nnx.Module):
         x = embed_lookup(gathered(self.embed)[...].astype(self.config.dtype), tokens_BT, split=split)
         if images is None:
             return x
-        if self.config.vision is None:
-            raise ValueError("this model takes no images: its config has no `vision` (see `k3jax.config.VisionConfig`)")
+        require_tower(self.config.vision)
         with jax.named_scope("vision"):
             features = self.vision(images, remat=remat)
         return insert(x, features, images.index)

@@ -139,7 +139,7 @@ def cut_layers(config: ModelConfig, count: int, costs: Sequence[float]) -> tuple
     if not 1 <= count < len(edges):
         raise ConfigError(
             f"mesh.pipe × mesh.virtual = {count} stages: {config.num_layers} layers are cut where their pattern of "
-            f"mixers starts again, so legal are 1 to {len(edges) - 1} stages"
+            f"mixers starts again, so legal {'is 1 stage' if len(edges) == 2 else f'are 1 to {len(edges) - 1} stages'}"
         )
     # best[e]: (heaviest stage, sum of squares, stages) of the layers before edge e; each round adds a stage
     Best = dict[int, tuple[float, float, tuple[tuple[int, int], ...]]]

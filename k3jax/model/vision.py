@@ -67,6 +67,17 @@ class Images:
         return cls(arrays["patches"], item, position, grid, feature, arrays["media_index"])
 
 
+def require_tower(vision: VisionConfig | None) -> VisionConfig:
+    """The configuration of a model's tower.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if vision is None:
+        raise ValueError("this model takes no images: its config has no `vision` (see `k3jax.config.VisionConfig`)")
+    return vision
+
+
 class VisionBlock(nnx.Module):
     """One pre-norm block of the tower: x [R, P, D] → [R, P, D]."""
 

@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ from k3jax.data.bits import bits_per_byte
 from k3jax.data.loader import Loader, TextData, merge_states, open_data
 from k3jax.data.sources import DataError
 from k3jax.data.tokenizers import MEDIA_TOKEN
+from k3jax.model.k3 import K3
 from k3jax.model.quantize import served
 from k3jax.parallel.launch import StopVote, exchange, is_first, require_same, together
 from k3jax.train import flops
@@ -114,12 +115,38 @@ class _Pending:
     stop: jax.Array | None  # `StopVote`, of several processes
 
 
-def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bool = False) -> None:
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Looks at a model while it trains: before the first step of a call of `train`, every `interval` steps, at the end.
+
+    `see(step, model, router_bias)` has the parameters of a `TrainState` and float32 [MoE layers, E], valid until it
+    returns: the next step reuses their memory. metrics.jsonl is written up to that step. What it raises ends the run.
+    Of several processes each calls it; with `mesh.pipe` the model is on the first rank.
+    """
+
+    see: Callable[[int, K3, jax.Array], None]
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"Watch.interval must be positive, got {self.interval}")
+
+
+def train(
+    config: RunConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    allow_config_change: bool = False,
+    watch: Watch | None = None,
+    quiet: bool = False,
+) -> None:
     """Trains `config`, from its last checkpoint if its run directory has one; returns when done or asked to stop.
 
     Args:
         mesh: the mesh that is set (`jax.set_mesh`).
         allow_config_change: go on from a checkpoint although fields that change the result differ.
+        watch: a look at the model from time to time, as a notebook's plots.
+        quiet: print nothing; files of the run are written all the same.
 
     Raises:
         ConfigError: the configuration changed since the checkpoint, cannot be honoured, or is another in some process.
@@ -140,7 +167,7 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
                 stack.enter_context(claimed(Path(config.run_dir)))
         images = "" if data.images is None else data.images.documents.files_hash
         require_same({"configuration": to_dict(config), "list of data files": data.documents.files_hash + images})
-        display = Display(config.train.steps, quiet=not is_first())
+        display = Display(config.train.steps, quiet=quiet or not is_first())
         stack.callback(display.close)
         store = CheckpointStore(
             Path(config.run_dir) / "checkpoints",
@@ -152,7 +179,7 @@ def train(config: RunConfig, mesh: jax.sharding.Mesh, *, allow_config_change: bo
         require_same({"newest checkpoint": store.latest})
         own = own_rows(config.data.batch_size, config.train.accumulation, mesh)
         loader = stack.enter_context(data.train_loader(own))
-        run = _Run(config, mesh, data, loader, store, display, stop)
+        run = _Run(config, mesh, data, loader, store, display, stop, watch)
         run.restore(allow_config_change)
         stack.callback(run.close)
         run.run()
@@ -170,10 +197,11 @@ class _Run:
         store: CheckpointStore,
         display: Display,
         stop: StopRequest,
+        watch: Watch | None,
     ) -> None:
         self.start = time.perf_counter()
         self.config, self.mesh, self.data, self.loader = config, mesh, data, loader
-        self.store, self.display, self.stop = store, display, stop
+        self.store, self.display, self.stop, self.watch = store, display, stop, watch
         self.run_dir = Path(config.run_dir)
         self.optimizer = make_optimizer(config.optimizer, abstract_params(config.model), config.train.steps)
         self.images = patch_rows(config, mesh, data.tokenizer.special_tokens[MEDIA_TOKEN])
@@ -254,7 +282,8 @@ class _Run:
         """Steps until the end of the run or a request to stop."""
         if self.step < self.config.train.steps:
             self._prepare()
-        first, self.begin = self.step, time.perf_counter()
+            self._see()
+        first = self.step
         self.clock.resume()
         while self.step < self.config.train.steps and self._stopped() is None:
             self._advance()
@@ -280,6 +309,7 @@ class _Run:
         Compiled ahead of time, a later change of shape or sharding is an error and not a silent wait.
         """
         begin, config = time.perf_counter(), self.config
+        self.display.print("compiling   the step …")
         if self.pipeline is not None:
             self.pipeline.compile()
             if self.step == 0:
@@ -348,7 +378,8 @@ class _Run:
             self._stop_profile()
 
         last = step == train.steps
-        intervals = (train.eval_interval, train.sample_interval, train.publish.interval)
+        watched = self.watch.interval if self.watch else 0
+        intervals = (train.eval_interval, train.sample_interval, train.publish.interval, watched)
         due = [interval and (last or step % interval == 0) for interval in intervals]
         save = last or step % train.checkpoint_interval == 0
         if any(due) or save:
@@ -360,6 +391,8 @@ class _Run:
                 self._sample()
             if due[2]:
                 self._publish()
+            if due[3]:
+                self._see()
             if save:
                 self._save()
             self.clock.resume()
@@ -391,9 +424,8 @@ class _Run:
         keep_line = step % train.log_interval == 0 or step == train.steps
         if keep_line:
             self.log.write("train", step, values)
-        done = self.clock.steps
-        eta = (time.perf_counter() - self.begin) / done * (train.steps - step) if done else None
-        self.display.step(step, step_line(step, train.steps, values, eta), keep=keep_line)
+        line = step_line(step, train.steps, values, self.clock.eta(train.steps - step))
+        self.display.step(step, line, keep=keep_line)
         if self.references and (line := self.references.news()) is not None:
             self.display.print(f"held-out text in bits/byte: {line}")
 
@@ -467,7 +499,6 @@ class _Run:
                 self.data.tokenizer,
                 train.sample_prompt,
                 max_tokens=train.sample_tokens,
-                temperature=0.8,
                 seed=int(jax.random.bits(key) >> 1),
             )
         if self.log:
@@ -479,6 +510,13 @@ class _Run:
         if self.pipeline is None:
             return self.state.params, self.state.router_bias, self.mesh
         return *self.pipeline.model(self.state), self.pipeline.meshes[0]
+
+    def _see(self) -> None:
+        """Lets the watch look at the model."""
+        if self.watch is not None:
+            params, bias, mesh = self._model()
+            with jax.set_mesh(mesh):
+                self.watch.see(self.step, params, bias)
 
     def _publish(self) -> None:
         """Publishes the weights after this step; its metrics have been read, so they are known to be finite."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -95,6 +97,10 @@ class Clock:
         self.steps = 0
         self.rate: float | None = None
         """Seconds a step, smoothed."""
+        self._last: deque[float] = deque(maxlen=25)
+        self._pauses: deque[float] = deque(maxlen=5)
+        self._paused_at: float | None = None
+        self._pause_count = 0
 
     def tick(self) -> None:
         """A step has finished."""
@@ -106,14 +112,28 @@ class Clock:
             # a plain mean at first, then a window of about 20 steps
             weight = max(1 / self.steps, 0.05)
             self.rate = last if self.rate is None else (1 - weight) * self.rate + weight * last
+            self._last.append(last)
         self._mark = now
 
     def pause(self) -> None:
         """Something other than training follows; time counts again from `resume`."""
-        self._mark = None
+        self._mark, self._paused_at = None, time.perf_counter()
 
     def resume(self) -> None:
         self._mark = time.perf_counter()
+        if self._paused_at is not None:
+            self._pauses.append(self._mark - self._paused_at)
+            self._paused_at, self._pause_count = None, self._pause_count + 1
+
+    def eta(self, steps: int) -> float | None:
+        """Seconds that `steps` more will take, pauses as frequent as so far included; None in the first three steps.
+
+        Medians of late: neither a first step that warms up nor a pause that compiles something counts for the rest.
+        """
+        if self.steps < 3:
+            return None
+        pauses = self._pause_count / self.steps * statistics.median_low(self._pauses) if self._pauses else 0.0
+        return steps * (statistics.median(self._last) + pauses)
 
 
 class Display:

@@ -67,6 +67,8 @@ def test_stages_are_cut_where_the_pattern_of_mixers_starts_again():
     assert legal_cuts(nano()) == (4, 8)
     assert cut_layers(k3(), 8, [1.0] * 93)[-1] == (84, 93)
     assert cut_layers(k3(), 24, [1.0] * 93)[-1] == (92, 93)
+    with pytest.raises(ConfigError, match="2 stages: .* legal is 1 stage$"):
+        cut_layers(nano(num_layers=1, mla_layers=(0,)), 2, [1.0])
     with pytest.raises(ConfigError, match="25 stages: .* legal are 1 to 24"):
         cut_layers(k3(), 25, [1.0] * 93)
     heavy_end = cut_layers(k3(), 4, [1.0] * 92 + [20.0])

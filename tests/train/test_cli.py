@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from k3jax.config import ConfigError, MoEConfig, RunConfig
+from k3jax.train.loop import NonFiniteError
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +41,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(main, capsys, argument
         (["--train.accumulation", "3"], "ConfigError: train.accumulation 3 must divide"),
         (["--data.source", "/nowhere"], "DataError: data.source '/nowhere'"),
         (["--data.tokenizer", "/nowhere"], "DataError: data.tokenizer"),
+        (["--mesh.data", "3"], "ConfigError: data.batch_size 8 must be a multiple of .* = 3 × 1 × 1, such as 6 or 9;"),
         (["--mesh.tensor", "3"], "ConfigError: data.sequence_length 256 must be a multiple of"),
         (["--model.vocab-size", "300"], "DataError: tokenizer bytes"),
         (["--model.dtype", "float64"], "ConfigError: float64 needs JAX_ENABLE_X64=1"),
@@ -48,7 +50,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(main, capsys, argument
 def test_what_cannot_be_honoured_is_one_message_and_exit_code_2(main, capsys, tmp_path, arguments, message):
     assert main([str(ROOT / "configs/nano.py"), "--run-dir", str(tmp_path / "run"), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(message)
+    assert re.match(message, error)
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
@@ -99,6 +101,16 @@ def test_the_script_fails_within_seconds_and_without_a_traceback(tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().startswith("DataError")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, 0), (NonFiniteError("step 3 is not finite"), 1)])
+def test_the_exit_status_tells_a_run_that_ended_or_was_stopped_from_one_that_failed(main, monkeypatch, error, status):
+    def train(*args, **kwargs):  # it returns when done and after SIGTERM: see test_loop
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(sys.modules["train_script"], "train", train)
+    assert main([str(ROOT / "configs/nano.py")]) == status
 
 
 @pytest.mark.parametrize("name", ["nano", "proxy", "k3"])

@@ -104,7 +104,9 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_for_bit(uninterrupted, 
         interrupt(patch, 3)
         train(config)
     assert read_only(config).latest == 3
-    assert "SIGTERM: stopped after step 3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "SIGTERM: stopped after step 3" in shown
+    assert shown.index("compiling   the step") < shown.index("compiled    after") < shown.index("step 1/6")
     train(config)
     assert "resuming    from" in capsys.readouterr().out
     assert_same_end(config, uninterrupted)
@@ -135,6 +137,27 @@ def test_evaluating_sampling_and_profiling_leave_no_trace_in_the_run(uninterrupt
     assert "step 6: sample" in shown
     assert [r["step"] for r in read_records(Path(config.run_dir) / "samples.jsonl")] == [6]
     assert "unigram" in shown
+
+
+def test_a_watch_sees_the_model_of_its_step_and_leaves_no_trace(uninterrupted, micro_run, capsys):
+    config, seen = micro_run(), []
+
+    def see(step, model, router_bias):
+        seen.append((step, np.asarray(model.embed[...]), np.asarray(router_bias), len(records(config))))
+
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        loop.train(config, mesh, watch=loop.Watch(see, 4), quiet=True)
+    assert [(step, known) for step, _, _, known in seen] == [(0, 0), (4, 4), (6, 6)]
+    assert capsys.readouterr().out == ""
+    assert_same_end(config, uninterrupted)
+    _, arrays = saved_arrays(config)
+    _, embed, bias, _ = seen[-1]
+    assert any(np.array_equal(embed, value) for name, value in arrays.items() if "embed" in name)
+    assert any(np.array_equal(bias, value) for name, value in arrays.items() if "router_bias" in name)
+    assert not np.array_equal(embed, seen[1][1])
+    with pytest.raises(ValueError, match="interval"):
+        loop.Watch(see, 0)
 
 
 DRIVER = """

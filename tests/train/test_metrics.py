@@ -100,3 +100,33 @@ def test_the_clock_counts_training_and_no_pauses():
     assert clock.steps == 2
     assert 0.04 <= clock.seconds < 0.2
     assert clock.rate is not None
+
+
+def test_the_end_is_told_by_usual_steps_and_pauses(monkeypatch):
+    """A first step that warms up and a first pause that compiles something count for themselves only."""
+    clock, now = Clock(), 0.0
+    monkeypatch.setattr("k3jax.train.metrics.time.perf_counter", lambda: now)
+
+    def steps(*seconds):
+        nonlocal now
+        for second in seconds:
+            now += second
+            clock.tick()
+
+    def pause(seconds):
+        nonlocal now
+        clock.pause()
+        now += seconds
+        clock.resume()
+
+    clock.resume()
+    steps(30.0, 1.0)
+    assert clock.eta(100) is None
+    steps(1.0, 1.0)
+    assert clock.eta(100) == 100
+    pause(40.0)
+    steps(*[1.0] * 4)
+    pause(2.0)
+    pause(2.0)
+    steps(*[1.0] * 4)
+    assert clock.eta(100) == 100 + 100 * 3 / 12 * 2
