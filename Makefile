@@ -72,7 +72,7 @@ test-all: lint types
 	$(MAKE) notebooks
 
 notebooks: $(STAMP)
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
+	$(BIN)/python -m pytest -n 2 --dist worksteal --nbmake --nbmake-timeout=600 notebooks
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
