@@ -378,23 +378,19 @@ class _Run:
             self._stop_profile()
 
         last = step == train.steps
-        watched = self.watch.interval if self.watch else 0
-        intervals = (train.eval_interval, train.sample_interval, train.publish.interval, watched)
-        due = [interval and (last or step % interval == 0) for interval in intervals]
-        save = last or step % train.checkpoint_interval == 0
-        if any(due) or save:
+        periodic = (
+            (train.eval_interval, self._evaluate),
+            (train.sample_interval, self._sample),
+            (train.publish.interval, self._publish),
+            (self.watch.interval if self.watch else 0, self._see),
+            (train.checkpoint_interval, self._save),
+        )
+        due = [action for interval, action in periodic if interval and (last or step % interval == 0)]
+        if due:
             self._collect(0)
             self.clock.pause()
-            if due[0]:
-                self._evaluate()
-            if due[1]:
-                self._sample()
-            if due[2]:
-                self._publish()
-            if due[3]:
-                self._see()
-            if save:
-                self._save()
+            for action in due:
+                action()
             self.clock.resume()
 
     def _collect(self, keep: int) -> None:
